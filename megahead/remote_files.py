@@ -209,16 +209,20 @@ class Store:
             infos = self._call(lambda: self._files.find(self._path(folder), detail=True))
         except FileNotFoundError:
             return {}
-        return {path.removeprefix(self._root).lstrip("/"): int(info["size"]) for path, info in infos.items()}
+        return {path.removeprefix(self._root).lstrip("/"): int(info["size"] or 0) for path, info in infos.items()}
 
     def size(self, name: str) -> int:
         """Bytes of a file."""
-        return int(self._call(lambda: self._files.info(self._path(name)))["size"])
+        size = self._call(lambda: self._files.info(self._path(name)))["size"]
+        if size is None:
+            raise RemoteError(f"`{self.url}/{name}` must have a size, but its server does not give one; download it.")
+        return int(size)
 
     def version(self, name: str) -> str:
         """An identifier that changes when the file is replaced, if the store reports a change."""
         info = self._call(lambda: self._files.info(self._path(name)))
-        return hashlib.sha256(str(info).encode()).hexdigest()
+        stable = {key: value for key, value in info.items() if key != "url"}  # redirects may differ at each call
+        return hashlib.sha256(str(stable).encode()).hexdigest()
 
     def read(self, name: str) -> bytes:
         """A small file."""
@@ -410,6 +414,7 @@ def local_file(name: str) -> str:
     """`name` itself, or the path of a cached copy if it is a URL; RemoteError if the file does not exist."""
     if not is_remote(name):
         return name
+    refuse_secrets("URL", name)  # also in the file's name
     url, file = split_url(name)
     store = Store(url)
     try:
@@ -427,7 +432,7 @@ def fetch_into(
     """Downloads the files missing in `folder`, and yields at least once a second.
 
     One process per machine downloads a file, and the others wait for it. RemoteError also if that process makes no
-    progress; DamagedError for a file that differs from `expected`; WriteError for a full disk.
+    progress; DamagedError for a file that is not as expected; WriteError for a full disk.
     """
     for name, expected in files.items():
         file = yield from _lock_or_wait(folder / name)

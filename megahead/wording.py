@@ -79,7 +79,7 @@ def to_milliseconds(seconds: float) -> float:
 def format_si(value: float) -> str:
     """12345 -> 12.3k."""
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= limit:
+        if value >= 0.99995 * limit:  # else it would be rounded to 1000.0 of the unit below
             return f"{value / limit:.1f}{unit}"
     return f"{value:.0f}"
 

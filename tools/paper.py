@@ -1,5 +1,5 @@
-"""Regenerates the tables and figures of docs/research/paper.md, verdict.md, recipe.md, variants.md and vocabularies.md:
-`python tools/paper.py EXPERIMENT --text english.jsonl.zst`.
+"""Regenerates the tables and figures of docs/research/ (paper.md, performance.md, verdict.md, recipe.md, variants.md,
+vocabularies.md) and docs/items.md: `python tools/paper.py EXPERIMENT --text english.jsonl.zst`.
 
 Tokenizers, datasets, runs, logs and results are written to --folder; a second call reuses what is finished and resumes
 the rest.
@@ -17,7 +17,13 @@ from megahead.errors import existing_path, run_command
 from megahead.report.tables import terminal
 
 ROOT = Path(__file__).resolve().parents[1]
-# Each maps to the module of `experiments` with its `compare_NAME`
+# Each maps to the module of `experiments` with its `compare_NAME`, which says what it trains. Some names:
+#   bottleneck    headless against softmax heads, whose gradient is a bottleneck (arXiv 2603.10145)
+#   neighbours    related methods of the literature with headless models
+#   recipe        a search for the settings of small models
+#   revocabulary  a decoder that is given another vocabulary; continuing: and trained further by either objective
+#   variants      of the headless objective
+#   verdict       headless, vanilla, and headless then vanilla training, at equal time
 EXPERIMENTS = {
     **dict.fromkeys(("latency", "decoders", "variants", "negatives", "precision"), "figures"),
     **dict.fromkeys(("encoders", "multilingual", "vocabularies", "glue"), "encoders"),
@@ -50,7 +56,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help=ranks_help)
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override a setting of every run")
     arguments = parser.parse_args()
-    if arguments.text is not None and arguments.experiment not in ("items", "multilingual"):  # a table; datasets
+    if arguments.text is not None and arguments.experiment not in ("items", "multilingual"):  # which read other data
         find_inputs([arguments.text])  # reports its errors before the slow import of torch
     folder = (arguments.folder / arguments.experiment).absolute()
     paths = (arguments.text, arguments.tasks_data, arguments.tokenizer, arguments.rivals_python)

@@ -90,9 +90,9 @@ def fetch_checkpoint(
     files: Callable[[], dict[Path, bytes]] = dict,
 ) -> Path:
     """Fetches the newest valid checkpoint at a URL (see `find_remote`) into `into`, unless it is there already, and
-    returns its folder. Skips those that the run in `into` has orphaned, reports damaged ones, and leaves `latest`
-    unchanged. `validate` may raise before the download; `files` returns contents of small files to write with it.
-    Collective; CheckpointError if there is none."""
+    returns its folder. Skips those that the run in `into` has orphaned (rolled back past), reports damaged ones, and
+    leaves `latest` unchanged. `validate` may raise before the download; `files` returns contents of small files to
+    write with it. Collective; CheckpointError if there is none."""
 
     def find() -> tuple[RemoteStorage, list[str]]:
         remote, names = find_remote(url, retry_seconds(group))
@@ -128,6 +128,7 @@ class _Fetch(Source):
     tried: list[str] = field(default_factory=list)
 
     def select_next(self) -> Generator[None, None, tuple[str | None, int]]:
+        """Returns the next checkpoint's name on disk (None: none is left) and its bytes (0: it is on disk already)."""
         if self.group.rank != 0:
             return None, 0
         self.remote, names = self.find()
@@ -229,7 +230,8 @@ def upload_checkpoint(remote: RemoteStorage, folder: Path, check_lease: Callable
 
 
 def remove_superseded(remote: RemoteStorage, name: str, rules: RetentionRules) -> None:
-    """Removes partial uploads and, if `name` is the latest checkpoint, orphans and older ones by `rules`."""
+    """Removes partial uploads and, if `name` is the latest checkpoint, those that are not its ancestors (orphans), and
+    older ones by `rules`."""
     remote.remove_partial(excluded=name)
     if remote.latest.name == name:
         for orphan in orphans(remote):

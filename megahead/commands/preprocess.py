@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # starting unused threads takes 0.05 s a process
 
 MAX_LOCATIONS = 10
+SHARED_OPTIONS = ("input", "table", "output")
+TABLE_OPTIONS = ("user", "item", "time", "split", "min_count", "items")
 
 
 def main() -> None:
@@ -64,7 +66,7 @@ def preprocess_text(arguments: argparse.Namespace) -> str:
         end_inside=arguments.end_inside,
     )
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS has none
-    # the Hub is asked later, once, and only for commits that the manifest of --per-file lacks
+    # datasets of the Hub are looked up later, once; under --per-file only those that were not begun before
     is_on_hub = any(map(is_hub_url, arguments.input))
     size = None if is_on_hub else total_bytes(find_inputs(arguments.input))
     workers = arguments.workers or suitable_workers(size, cores)
@@ -159,7 +161,13 @@ def parse_arguments() -> argparse.Namespace:
     add("--split", choices=("last", "time"), default="last", help=f"{split}90 %% and 80 %% of all (default: last)")
     add("--min-count", type=int, default=1, metavar="N", help="drop items with fewer than N events")
     add("--items", type=existing_path, metavar="FILE", help="keep the ids of an earlier PREFIX-items.json")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    for name, value in vars(arguments).items():
+        is_ignored = name not in SHARED_OPTIONS and (name in TABLE_OPTIONS) != bool(arguments.table)
+        if is_ignored and value != parser.get_default(name):
+            rule = f"be left out with {'--table' if arguments.table else '--input'}"
+            raise FieldError(f"--{name.replace('_', '-')}", rule, got=value)
+    return arguments
 
 
 def parse_fraction(field: str, text: str) -> Fraction:
@@ -176,7 +184,7 @@ def describe_report(output: str, report: PreprocessReport, seconds: float) -> st
         f"{output}: {pluralize(report.documents, 'document')} ({report.held_out:,} of them held out, "
         f"{report.skipped:,} empty skipped), {pluralize(report.tokens, 'token')} from "
         f"{report.text_bytes / 1e6:,.1f} MB of text ({per_token:.2f} bytes a token) in {seconds:.1f} s "
-        f"with {report.engine}"
+        f"with {report.engine}"  # the library that tokenized
     ]
     if report.left_out:
         lines.append(f"  {pluralize(report.left_out, 'document')} not wanted (--keep, --drop)")

@@ -21,7 +21,11 @@ class Curve(NamedTuple):
 
     title: str
     note: str
+    """What stands beside the title."""
+
     percent: bool = False
+    """Whether values are shares, shown in percent."""
+
     from_zero: bool = False
     """Whether the axis starts at 0."""
 
@@ -53,7 +57,8 @@ class AuxiliarySettings(Settings):
     """Why exports have no head; None if they have one."""
 
     dense_embedding_reason: ClassVar[tuple[str, str] | None] = None
-    """Why the embedding cannot be sharded by rows: the banner's text, and the rule of the error."""
+    """Why the embedding cannot be sharded by rows: the banner's text, and how the error goes on after
+    "`engine.embedding` must". None: it can."""
 
     main_loss_label: ClassVar[str] = ""
     """The run's loss without its own weighted loss is logged as LABEL_loss, unless empty."""
@@ -74,8 +79,8 @@ class AuxiliarySettings(Settings):
         return None
 
     def samples_vocabulary(self) -> bool:
-        """Whether it samples from all ids instead of the candidates (`draws: vocabulary`), by the training-free head,
-        which needs the dataset's token counts."""
+        """Whether it samples from all ids instead of the candidates (`objective.replaced_tokens.draws: vocabulary`), by
+        the training-free head, which needs the dataset's token counts."""
         return False
 
     def targets_per_row(self, sequence_length: int) -> int:

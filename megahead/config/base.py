@@ -19,7 +19,7 @@ from megahead.errors import ConfigError, FieldError
 from megahead.remote_files import refuse_secrets
 from megahead.wording import did_you_mean
 
-_SHELL_WORD = re.compile(r"~(/|$)|\$\{?\w")
+_SHELL_WORD = re.compile(r"^~(/|$)|\$\{?[A-Za-z_]")
 
 
 class Settings(BaseModel):
@@ -42,12 +42,13 @@ class Settings(BaseModel):
     @classmethod
     def _refuse_unsafe_strings(cls, value: Any, info: ValidationInfo) -> Any:
         """Refuses strings with zero bytes, which would truncate a path; secrets, which would be saved with the
-        settings; and strings that a shell would expand, since a folder named `~` or `$SCRATCH` would be made."""
+        settings; and strings that a shell would expand, since a folder named `~` or `$SCRATCH` would be made. The
+        validation context `saved` (settings from a checkpoint, whose folders exist) allows the last."""
         for text in value if isinstance(value, list | tuple) else [value]:
             if isinstance(text, str):
                 if "\0" in text:
                     raise ConfigError(str(info.field_name), "have no zero byte", got=repr(text))
-                if _SHELL_WORD.match(text) and not (info.context or {}).get("saved"):
+                if _SHELL_WORD.search(text) and not (info.context or {}).get("saved"):
                     hint = "no shell expands settings; name the folder itself"
                     raise ConfigError(str(info.field_name), "be written out", got=repr(text), hint=hint)
                 try:

@@ -65,8 +65,8 @@ class Selection:
         column_by_key = {key: key if key in names else key.split(".")[0] for key in needed}
         for key, column in column_by_key.items():
             if column not in names:
-                found = ", ".join(names) or "none"
-                raise DataError(f"`{path}` must have a column for '{key}', but has {found}; see --text-key.")
+                found, option = ", ".join(names) or "none", "--text-key" if key == text_key else "--keep and --drop"
+                raise DataError(f"`{path}` must have a column for '{key}', but has {found}; see {option}.")
         return list(dict.fromkeys(column_by_key.values()))
 
     def _find_text(self, record: Any) -> tuple[str, Any]:

@@ -100,10 +100,17 @@ def _split_long_words(texts: Iterable[str]) -> Iterator[str]:
 def train_sentencepiece(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """A SentencePiece unigram model with byte fallback, lossless on any text. Holds the text in memory."""
     _require_vocab_size(vocab_size, BYTES + len(TEXT_TOKENS) + 2)
-    model = io.BytesIO()
+    model, problems = io.BytesIO(), list[DataError]()
+
+    def lines() -> Iterator[str]:
+        try:
+            yield from _lines(texts)
+        except DataError as error:  # SentencePiece would raise a RuntimeError instead
+            problems.append(error)
+
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=_lines(texts),
+            sentence_iterator=lines(),
             model_writer=model,
             model_type="unigram",
             vocab_size=vocab_size,
@@ -121,7 +128,10 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int) -> Tokenizer:
             minloglevel=2,
         )
     except RuntimeError as error:
-        raise DataError(f"a vocabulary of {vocab_size} ids must fit the text, but does not ({error}).") from None
+        message = f"a vocabulary of {vocab_size} ids must fit the text, but does not ({error})."
+        raise next(iter(problems), DataError(message)) from None
+    if problems:
+        raise problems[0]
     return from_sentencepiece(model.getvalue())
 
 
@@ -165,6 +175,7 @@ def sample_texts(
     progress: ByteProgress = NO_PROGRESS,
 ) -> Iterator[str]:
     """The documents of all inputs; with `max_bytes` only the first of each input, up to that many bytes altogether.
+    `selection`: which records, and which of their keys (by default all, and `text`).
 
     `max_bytes` is divided among the files by their size on disk, or evenly if one size is unknown (standard
     input); each gives at least one document, and is read no further than needed. DataError without any document.
@@ -223,7 +234,7 @@ _FIRST_LETTER, _SURROGATES, _END_LETTER = 0x21, range(0xD800, 0xE000), 0x110000
 
 
 def extend(tokenizer: Tokenizer, texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Adds the most frequent merges of its tokens in `texts` to a tokenizer, up to `vocab_size` ids.
+    """Adds to a tokenizer the most frequent merges of its tokens in `texts`, up to `vocab_size` ids.
 
     Old ids stay, and old merges come first: text without new tokens is encoded as before. The vocabulary is smaller
     than requested if the text has too few distinct pieces. DataError for another type of tokenizer, and for text that

@@ -1,4 +1,4 @@
-"""A group of ranks, its collectives and autograd collectives, the mesh, random numbers per rank."""
+"""A group of ranks, its collectives, those with gradients, the mesh, exchange in the background, random numbers."""
 
 from __future__ import annotations
 

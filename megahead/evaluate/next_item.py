@@ -119,7 +119,8 @@ class Ranking:
 
     def add(self, scores_Un: Tensor, target_scores_U: Tensor, first: int) -> None:
         """Adds a block whose first id is `first`; the target is one of the items."""
-        is_better_Un, is_equal_Un = scores_Un > target_scores_U[:, None], scores_Un == target_scores_U[:, None]
+        is_better_Un = ~(scores_Un <= target_scores_U[:, None])  # also NaN, so that a NaN target is last
+        is_equal_Un = scores_Un == target_scores_U[:, None]
         self.ranks_U += is_better_Un.sum(1) + is_equal_Un.sum(1) / 2
         best = scores_Un.topk(min(CUTOFF, scores_Un.shape[1]))
         scores = torch.cat([self._best_scores, best.values], 1)
@@ -207,8 +208,8 @@ def write_vectors(
     `output` gets `vectors.safetensors` with `items` [N, D] and `contexts` [U, D] in float32, both also as .npy, and
     `keys.json`, the keys of the items in the order of their vectors. The product of a context and an item is the score
     of that item as the next one; if the head has biases they are one more feature, which is 1 in contexts.
-    vocabulary: None takes `items.json` beside the run's training data. Raises CheckpointError if products differ from
-    the model's scores. Memory: all vectors twice.
+    model: a run, checkpoint or Hugging Face folder. vocabulary: None takes `items.json` beside the run's training data.
+    Raises CheckpointError if products differ from the model's scores. Memory: all vectors twice.
     """
     vocabulary = vocabulary or _find_vocabulary(model)
     if vocabulary is None:

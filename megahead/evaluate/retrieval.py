@@ -230,7 +230,8 @@ def rank_own(queries_QD: Tensor, vectors_QD: Tensor, block: int = _BLOCK_TEXTS) 
     ranks_Q = torch.full((len(queries_QD),), 0.5, dtype=torch.float64, device=queries_QD.device)
     for first in range(0, len(vectors_QD), block):
         gaps_Qn = queries_QD @ vectors_QD[first : first + block].T - own_Q[:, None]
-        ranks_Q += (gaps_Qn > TOLERANCE).sum(1) + (gaps_Qn.abs() <= TOLERANCE).sum(1) / 2
+        is_better_Qn = ~(gaps_Qn <= TOLERANCE)  # also NaN, so that a NaN vector is last
+        ranks_Q += is_better_Qn.sum(1) + (gaps_Qn.abs() <= TOLERANCE).sum(1) / 2
     return ranks_Q
 
 
@@ -271,10 +272,11 @@ def write_text_vectors(
 ) -> TextVectorsReport:
     """Writes `output` as .npy: float32 [N, D], the vectors of the texts of `inputs` in their order, of length 1.
 
-    model: a Hugging Face folder, or a run or checkpoint, which is exported first. num_texts: N, by `count_texts`.
-    pooling: None reads it from a folder of sentence-transformers. batch_size: as in `TextEncoder`. A text longer than
-    the model was trained for is truncated. CheckpointError for a decoder; an earlier `output` is replaced
-    at the end. Memory: 4 MB of text and the vectors of 1,024 texts.
+    model: a Hugging Face folder, or a run or checkpoint, which is exported first. selection: which records of the
+    inputs, and which of their keys. num_texts: N, by `count_texts`. pooling: None reads it from a folder of
+    sentence-transformers. batch_size: as in `TextEncoder`. A text longer than the model was trained for is truncated.
+    CheckpointError for a decoder; an earlier `output` is replaced at the end. Memory: 4 MB of text and the vectors of
+    1,024 texts.
     """
     folder = ensure_encoder_folder(model)
     pooling = pooling or read_pooling(folder)
@@ -318,3 +320,5 @@ def _groups(inputs: Sequence[Input], selection: Selection, progress: ByteProgres
             group = texts[first : first + _GROUP_TEXTS]
             yield group
             progress.advance(chunk.disk_bytes * len(group) // len(texts), sum(len(text.encode()) for text in group))
+        if not texts:
+            progress.advance(chunk.disk_bytes, 0)

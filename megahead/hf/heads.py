@@ -36,7 +36,8 @@ class ExportTarget:
     @staticmethod
     def from_model(model: TrainedModel, head: HeadName, dtype: str, *, keep_padding: bool) -> ExportTarget:
         """Returns the target with a head of this name; UserError if the model cannot have it, or no class of
-        transformers can."""
+        transformers can. Without the mask decoder, if there is one: MAE-LM's last layers, which alone read mask tokens
+        and serve training only."""
         built_head, model_config = build_head(head, model, keep_padding=keep_padding), model.config.model
         family = export_family(model_config, head_bias=built_head.bias_V is not None)
         vocab_size = model_config.padded_vocab_size() if keep_padding else model_config.vocab_size
@@ -100,16 +101,15 @@ def _require_inverse(weight_D: Tensor, subject: str, action: str, norm: str, alt
 
 # The output matrix of an exported model, for each kind of head.
 #
-# A Hugging Face GPT-NeoX has a head without a bias, so the training-free head `E h / T + log q` folds its
-# bias into matrix and final norm. That norm gives h = w * x + b with mean(x) = 0 over D features, hence (1/w).h =
+# A Hugging Face GPT-NeoX has a head without a bias, so the bias of the training-free head `E h / T + log q` is folded
+# into matrix and final norm. That norm gives h = w * x + b with mean(x) = 0 over D features, hence (1/w).h =
 # sum(b/w) = S, the same for every token. With the exported norm bias moved by delta = +w or -w (the sign of S), the
 # output h' = h + delta has (1/w).h' = S' = S + D or S - D, never near 0; with u = (1/w) / S', u.h' = 1, and `W = E / T
 # + (log q - E delta / T) (outer) u` gives W h' = E h / T + log q exactly. Any other head with exported padding rows has
 # a folded bias too, 0 except for those rows: without one they would have a share of the probability.
 #
-# After an RMS norm nothing can be folded in; a Llama with a head bias is exported as a class that has one
-# (`megahead/hf/llama.py`), and one with norms of queries and keys, which no such class has, cannot have that
-# head.
+# After an RMS norm nothing can be folded in. A Llama with a head bias is exported as a class that has one
+# (`megahead/hf/llama.py`). One with norms of queries and keys cannot have that head: no class has both.
 #
 # V vocabulary, D features; v rows of one chunk.
 

@@ -33,9 +33,9 @@ WITH_POOLER = ("bert", *WITH_POSITION_OFFSET)
 
 
 def export_family(model: ModelConfig, *, head_bias: bool = False) -> Family:
-    """Returns the family that `model` is exported as: a Llama is a Llama, Mistral or Qwen by its settings, with a head
-    bias ERNIE; a BERT without token types is a DistilBERT, a causal ModernBERT a ModernBERT decoder. FieldError for a
-    causal BERT or RoBERTa, which transformers lacks."""
+    """Returns the family that `model` is exported as: a Llama as Llama, Qwen 2 or Qwen 3 by its settings, with a head
+    bias as ERNIE 4.5; a BERT without token types as DistilBERT, a causal ModernBERT as ModernBERT decoder. FieldError
+    for a causal BERT or RoBERTa, which transformers lacks."""
     if model.family == "llama":
         return LLAMA_WITH_HEAD_BIAS if head_bias else LLAMAS[model_type_of(model)]
     if model.family == "modernbert":

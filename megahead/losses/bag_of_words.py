@@ -1,8 +1,8 @@
 """The bag-of-words loss (DupMAE: Xiao et al. 2022, arXiv 2211.08769): each candidate's largest score over a text's
 tokens must predict whether the text contains it.
 
-N tokens with outputs, in B texts of up to T tokens; D features (E: after the score transforms them), U candidates; w:
-the candidates of one rank.
+N tokens with outputs, in B texts of up to T tokens, M = B T; D features (E: after the score transforms them), U
+candidates; w: the candidates of one rank.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The objectives: each selects the candidates and their biases; the softmax over them is the same for all.
 
-Headless: Contrastive Weight Tying, Godey, de la Clergerie, Sagot, "HeadlessObjective Language Models", arXiv
+Headless: Contrastive Weight Tying, Godey, de la Clergerie, Sagot, "Headless Language Models", arXiv
 2309.08351. N targets of a micro-batch, G targets of its candidate group, M random negatives, P distinct ids among G and
 M (the group's candidate set), U candidates, V vocabulary. q: distribution of targets, r: of random negatives, pi:
 probability of being a candidate (`log_inclusion`). No function costs O(V) per group.
@@ -47,14 +47,16 @@ class SharedCandidateSet:
     """int64, increasing: all targets of the group and all random negatives."""
 
     biases: CandidateBiases
-    """Log-weights of candidates in the denominator; some objectives have the target's in the numerator too."""
+    """Log-weights of candidates in the denominator: `bias_P` of an id as a negative, `own_target_bias_P` as an output's
+    own target, where some objectives count it once. Some have the target's in the numerator too."""
 
     shared_bias_P: Tensor
     """`biases.bias_P`. Under `max_candidates`: -inf for an id that is not sampled; for a sampled one the bias minus the
     log of its sampling probability."""
 
     sampling_bias_P: Tensor | None = None
-    """See `Candidates.sampling_bias_U`."""
+    """Replaces the bias of an output's own target where the generator of replaced-token detection samples from the
+    softmax, by the log of the id's mean weight among the other targets; None: nothing samples from it."""
 
     def candidates(self, target_ids_N: Tensor, weight_N: Tensor | None = None) -> Candidates:
         """The candidates for the group's targets in one micro-batch: shared ones and all targets, by increasing id.

@@ -163,7 +163,11 @@ SHARDING: dict[str, dict[str, str]] = {
     **dict.fromkeys(("bert", *ROBERTAS), WEIGHT_SHARDING | HEAD_SHARDING),  # positions and types are small: replicated
     "modernbert": WEIGHT_SHARDING | HEAD_SHARDING | TOKEN_SHARDING | {"embedding_norm": "norm"} | _GATE_SHARDING,
 }
-"""Per family: pattern of module names (`*` matches a layer's number) -> parallel style."""
+"""Per family: pattern of module names (`*` matches a layer's number) -> parallel style.
+
+Of the common tables, WEIGHT_SHARDING splits embedding, MLP and attention output, HEAD_SHARDING the projections to
+queries, keys and values by attention heads, and TOKEN_SHARDING, used under sequence parallelism only, the tokens.
+"""
 
 
 def build_backbone(config: ModelConfig) -> Backbone:

@@ -56,7 +56,7 @@ class ReplacedTokens(Auxiliary):
     """The generator learns the masked tokens; `head` classifies the backbone's outputs as original or replaced."""
 
     module_name = "detection"
-    is_evaluated = True
+    is_evaluated = True  # on held-out text, too
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)

@@ -3,7 +3,8 @@ its [CLS] and some of its tokens, so that this state learns to represent the tex
 2211.08769) the hidden states of the tokens predict the text's set of tokens, too. In TSDAE (Wang, Reimers and Gurevych
 2021, arXiv 2104.06979) the encoder reads a part of the text. Only the encoder is exported.
 
-B rows, T tokens per row, D features, H heads of d dimensions, N masked tokens, P tokens that the decoder predicts.
+B rows, T tokens per row, M = B T, D features, H heads of d dimensions, N masked tokens, P tokens that the decoder
+predicts.
 """
 
 from __future__ import annotations
@@ -236,8 +237,9 @@ def earlier_tokens(length: int, device: torch.device) -> Tensor:
 def delete_tokens(batch: Batch, deleted_BT: Tensor, end_token: int) -> Batch:
     """The batch without the tokens `deleted_BT` (bool), which are in its rows' first documents and no targets.
 
-    Later tokens move left, with their targets and token subsets. Positions in the first document are renumbered
-    from 0; other documents keep theirs. End tokens fill a row as a separate document, like padding.
+    Later tokens move left, with their targets and `token_subsets` (the only tokens that some layers compute). Positions
+    in the first document are renumbered from 0; other documents keep theirs. End tokens fill a row as a separate
+    document, like padding.
     """
     (rows, length), deleted_M, column_T = deleted_BT.shape, deleted_BT.flatten(), torch.arange(deleted_BT.shape[1])
     order_BT = deleted_BT.to(torch.uint8).argsort(dim=1, stable=True)  # the kept tokens, then the others

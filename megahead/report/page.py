@@ -57,7 +57,7 @@ def _summary(run: Run) -> dict[str, str]:
     return {
         f"held-out perplexity{head}": _evaluation_number(held_out, "perplexity"),
         "bits per byte": _evaluation_number(held_out, "bits_per_byte"),
-        "next token right": "" if held_out.get("accuracy") is None else f"{held_out['accuracy']:.1%}",
+        "accuracy": "" if held_out.get("accuracy") is None else f"{held_out['accuracy']:.1%}",
         "training loss": _format(training[-1].get("loss")) if training else "",
         f"steps{f' of {steps:,}' if steps else ''}": f"{last['step']:,}",
         "tokens read": format_si(last["tokens"]),
@@ -75,7 +75,7 @@ def _comparison(runs: Sequence[Run]) -> dict[str, list[dict[str, Any]]]:
         held_out = run.metrics.validation[-1] if run.metrics.validation else {}
         values = {name.split(" of ")[0].split(" (")[0]: value for name, value in _summary(run).items()}
         rows.append(values | {"head": held_out.get("head") or ""})
-    names = ["held-out perplexity", "bits per byte", "next token right", "head", "training loss", "steps"]
+    names = ["held-out perplexity", "bits per byte", "accuracy", "head", "training loss", "steps"]
     names += ["tokens read", "time trained", "tokens/s", "steps skipped", "ending"]
     best = {"held-out perplexity": _argmin(runs, "perplexity"), "bits per byte": _argmin(runs, "bits_per_byte")}
     names = [name for name in names if any(row[name] for row in rows)]

@@ -45,7 +45,7 @@ class Panel:
 HELD_OUT = (
     Panel("perplexity", "Held-out perplexity", "comparable between runs of one tokenizer", log_scale=True, dots=True),
     Panel("bits_per_byte", "Held-out bits per byte", "comparable between tokenizers", dots=True),
-    Panel("accuracy", "Next token right", "share of held-out targets", percent=True, dots=True),
+    Panel("accuracy", "Accuracy", "share of held-out targets predicted right", percent=True, dots=True),
 )
 TRAINING = (
     Panel("loss", "Training loss", "each run's own objective: headless and vanilla are not comparable"),

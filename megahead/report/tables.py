@@ -18,9 +18,9 @@ Row = Mapping[str, Any]
 
 
 def terminal(**options: Any) -> Console:
-    """A console without markup, since names, paths and samples may contain [brackets]. `options`: those of rich's
-    `Console`."""
-    return Console(**({"highlight": False, "markup": False} | options))
+    """A console that prints text as it is: names, paths and samples may contain [brackets] and :colons:. `options`:
+    those of rich's `Console`."""
+    return Console(**({"highlight": False, "markup": False, "emoji": False} | options))
 
 
 def to_rich(rows: Sequence[Row], title: str | None = None, *, right: Sequence[str] = ()) -> Table:
@@ -73,7 +73,7 @@ def format_value(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, float):
-        return f"{value:,.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:.4g}"
+        return f"{value:,.0f}" if 9999.5 <= abs(value) < 1e15 else f"{value:.4g}"
     return str(value)
 
 

@@ -60,7 +60,8 @@ class RunDatasets:
         ]
         unknown = [str(dataset.prefix) for dataset in self.train if dataset.tokenizer_identity() is None]
         if unknown and config.data.tokenizer is not None:
-            warnings.append(("tokenizer", f"not compared with {', '.join(unknown)}: not known there which one cut it"))
+            message = f"not compared with {', '.join(unknown)}: what tokenized it is not recorded"
+            warnings.append(("tokenizer", message))
         return describe_samples(self.samples, config.training.steps * config.batch.global_size) + warnings
 
 
@@ -116,7 +117,8 @@ def _open_all(config: RunConfig) -> RunDatasets:
 def _require_one_tokenizer(
     data: DataConfig, train: Sequence[IndexedDataset], validation: IndexedDataset | None
 ) -> None:
-    """DataError if datasets, or `data.tokenizer`, are known to have different tokenizers."""
+    """DataError if datasets, or `data.tokenizer`, are known to have different tokenizers. An identity tells tokenizers
+    apart that give other ids; it is None for a dataset that was made without recording it."""
     identities = {f"`data.train` ({dataset.prefix})": dataset.tokenizer_identity() for dataset in train}
     if validation is not None:
         identities[f"`data.validation` ({validation.prefix})"] = validation.tokenizer_identity()
@@ -126,7 +128,8 @@ def _require_one_tokenizer(
 
 
 def _check_masking_weights(config: RunConfig, train: Sequence[IndexedDataset]) -> None:
-    """Reads the weights of masking strategies, to report errors also if the run masks only in a later phase."""
+    """Reads what masking strategies weigh ids by (these four need token counts), to report errors also if the run masks
+    only in a later phase."""
     for setting, strategy in (config.masking.strategies_by_setting() if config.masking else {}).items():
         if strategy in ("frequency", "informative", "hardest", "weights"):
             TrainingText(config, train, setting).token_counts()
@@ -220,7 +223,7 @@ def require_same_run(checkpoint: Checkpoint, config: RunConfig, fingerprints: di
     phase = matching_phase(config, saved)
     steps = saved.training.steps
     saved_values = saved.flat() | saved.schedule.resolved_steps(steps)
-    saved_values |= checkpoint.state_value("texts", dict, default=fingerprints)
+    saved_values |= checkpoint.state_value("texts", dict, default=fingerprints)  # its `data_fingerprints`
     values = phase.config.flat() | phase.config.schedule.resolved_steps(steps) | fingerprints
     saved_tokenizer, tokenizer = saved_values[TOKENIZER], config.data.tokenizer
     if saved_tokenizer and tokenizer and has_fingerprint(tokenizer, saved_tokenizer):

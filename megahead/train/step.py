@@ -126,7 +126,7 @@ def train_step(
 def seed_step(seed: int, first_sample: int, data_rank: int, device: torch.device) -> None:
     """Seeds dropout on `device` from the step's first sample, so that a resumed run has the same dropout.
 
-    Avoids `torch.manual_seed`: it takes some 4 ms, since it records the stack for each device type not in use here.
+    Avoids `torch.manual_seed`, which takes some 4 ms: it records a stack trace for each device type not in use here.
     """
     step_seed = ((seed * 1_000_003 + first_sample) * 65_537 + data_rank) % 2**63
     torch.default_generator.manual_seed(step_seed)

@@ -169,13 +169,19 @@ def test_what_tables_hold_out_is_not_merged_with_what_they_train_on(tmp_path: Pa
         ("train_tokenizer.py", ["--input", "", "--vocab-size", 300, "--output", "O"], "an input must be the name of a"),
         ("train_tokenizer.py", ["--extend", "T", "--output", ""], "`.` must be writable, but is not: Is a directory"),
         ("merge_datasets.py", ["--input", "", "--output", "O"], "--input must name datasets, but one is empty"),
+        (
+            "preprocess.py",
+            ["--table", "T", "--output", "O", "--holdout", 9],
+            "`--holdout` must be left out with --table",
+        ),
+        ("preprocess.py", ["--input", "T", "--output", "O", "--user", "u"], "`--user` must be left out with --input"),
         ("start.py", [""], "`` must exist, but does not"),
         ("start.py", ["T", "--minutes", "nan"], "`--minutes` must be at least 1, but is nan instead"),
         ("start.py", ["T", "--minutes", "inf"], "`--minutes` must be at least 1, but is inf instead"),
         ("estimate.py", ["--config", "demo-headless", "--peak", "nan"], "must be above 0, but is nan instead"),
     ],
 )
-def test_an_empty_name_is_not_the_working_directory_and_nan_is_no_number(
+def test_options_that_would_mean_something_else_or_nothing_are_refused(
     command: Command, tokenizer_path: Path, tmp_path: Path, tool: str, arguments: list[object], sentence: str
 ) -> None:
     names = {"T": tokenizer_path, "O": tmp_path / "out"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,16 @@ def test_a_vocabulary_has_no_more_ids_than_asked_for(train: Callable[..., Any], 
     is_small = train is not train_wordpiece and vocab_size < (600 if train is train_sentencepiece else 300)
     with pytest.raises(UserError, match="must") if is_small else nullcontext():
         assert train(texts, vocab_size).get_vocab_size() <= vocab_size
+
+
+@pytest.mark.parametrize("train", TRAINERS.values(), ids=TRAINERS)
+def test_an_error_of_the_text_is_told_as_it_is(train: Callable[..., Any]) -> None:
+    def texts() -> Iterator[str]:
+        yield "the cat sat on the mat " * 300
+        raise DataError("`text.jsonl:2` must be JSON")
+
+    with pytest.raises(DataError, match=r"text\.jsonl:2` must be JSON"):
+        train(texts(), 300)
 
 
 def test_wordpiece_falls_back_to_the_reference(tmp_path: Path) -> None:

@@ -51,8 +51,8 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         "`data.validation` must be written out, but is '~/text' instead; no shell expands settings; name the folder itself.",
     ),
     (
-        {"output_dir": "${SCRATCH}/run"},
-        "`output_dir` must be written out, but is '${SCRATCH}/run' instead; no shell expands settings; name the folder itself.",
+        {"output_dir": "/scratch/$USER/run"},
+        "`output_dir` must be written out, but is '/scratch/$USER/run' instead; no shell expands settings; name the folder itself.",
     ),
     ({"data.validation": "a\x00b"}, "`data.validation` must have no zero byte, but is 'a\\x00b' instead."),
     ({"engine.deepspeed": 7}, "`engine.deepspeed` must be text or a section of settings, but is 7 instead."),

@@ -58,6 +58,9 @@ def test_ranks_are_those_of_numpy(block_items: int) -> None:
     assert np.take_along_axis(scores_UN, rankings[0].top_items.numpy(), 1).tolist() == best.tolist()
     for items, (*history, _) in zip(rankings[1].top_items.tolist(), sequences, strict=True):
         assert not {*items} & {*history}
+    vectors_ND[int(sequences[0][-1])] = torch.nan  # of a diverged model: last, not first
+    ranking, _ = rank_next_items(vectors_ND, contexts_UD, sequences, NUM_IDS, block_items)
+    assert ranking.ranks_U[0] >= NUM_IDS - 1
 
 
 def test_metrics_are_those_of_their_formulas() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from megahead import remote_files as cache
 from megahead.data.indexed import IndexedDataset
-from megahead.errors import DataError
+from megahead.errors import DataError, FieldError
 from megahead.remote_files import DamagedError, ExpectedFile, RemoteError, Store, fetch_into, local_file
 from support.small_run import write_text
 
@@ -75,6 +75,8 @@ def test_a_far_file_is_a_path_and_a_path_is_itself(tmp_path: Path) -> None:
     there = local_file(f"file://{tmp_path}/tokenizer.json")
     assert Path(there).read_text() == "{}"
     assert local_file("some/path") == "some/path"
+    with pytest.raises(FieldError, match="without password, key or query"):
+        local_file("https://host/tokenizer.json?token=abc")
     with pytest.raises(RemoteError, match="must exist, but does not; check the address"):
         local_file(f"file://{tmp_path}/none.json")
 

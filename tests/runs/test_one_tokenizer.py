@@ -123,7 +123,7 @@ def test_an_old_dataset_trains_and_is_named_once(
 ) -> None:
     config = config_of(given, tmp_path, data__train=str(given / "old"))
     assert on_ranks(1, run, config) == ["finished"]
-    told = f"tokenizer   not compared with {given / 'old'}: not known there which one cut it"
+    told = f"tokenizer   not compared with {given / 'old'}: what tokenized it is not recorded"
     assert capfd.readouterr().out.count(told) == 1
 
 

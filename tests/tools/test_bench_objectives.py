@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.rows import build_run_objective, step_batches, token_rows
+from benchmarks.rows import build_run_objective, micro_batch, step_batches, token_rows
 from benchmarks.steps import Variant, variant_config
 from megahead.config.run import RunConfig
+from megahead.distributed.group import Group
 from megahead.losses.contrastive import VanillaObjective, build_objective
+from megahead.objectives.pretraining import build_parallel_model, initial_weights, load_weights_
 from support.small_checkpoint import small_config
 
 VOCABULARY = 61
@@ -51,6 +53,19 @@ def test_steps_of_every_objective_are_timed_and_of_vanilla_beside_it(asked: dict
     variant = step_of(encoder(asked), objective)
     assert variant.seconds()[0] > 0
     assert isinstance(variant.objective, VanillaObjective) == (objective == "vanilla")
+
+
+@pytest.mark.parametrize("asked", [{}, {"retromae": {}}, {"tsdae": {}}], ids=str)
+def test_a_micro_batch_alone_has_the_loss_of_its_step(asked: dict[str, Any]) -> None:
+    config = encoder(asked)
+    (rows,) = token_rows(config, None, count=1)
+    objective = build_run_objective(config, [rows])
+    step = step_batches(config, objective, [rows], torch.device("cpu"))
+    model = build_parallel_model(config, Group(), torch.device("cpu"))
+    load_weights_(model, Group(), initial_weights(config))
+    model.eval()  # without dropout
+    losses = [float(model(micro)) for micro in (*step.micro_batches, micro_batch(config, objective, rows))]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 def test_phrases_are_found_in_its_rows() -> None:

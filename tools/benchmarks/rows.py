@@ -32,7 +32,7 @@ def with_overrides(config: RunConfig, *overrides: str) -> RunConfig:
 
 
 def token_rows(config: RunConfig, prefix: str | None, count: int) -> list[np.ndarray[Any, Any]]:
-    """`count` micro-batches of rows, int64 [B, T+1]; [B, T-2] for an encoder, whose special tokens come later."""
+    """`count` micro-batches of rows, int64 [B, T+1]; [B, T-2] for an encoder, without special tokens."""
     size, length = config.batch.micro_size, config.sample_length()
     prefix = prefix or config.data.parts()[0].prefix
     if prefix:
@@ -47,8 +47,11 @@ def micro_batch(config: RunConfig, objective: Objective, rows: np.ndarray[Any, A
     """Returns `rows` as the only micro-batch of a step, with unpadded candidates."""
     batch = BatchReader(_InMemoryRows(rows), _collator(config)).read(range(len(rows)))
     candidates = objective.candidate_set(batch.target_ids_N).candidates(batch.target_ids_N, batch.weight_N)
-    count = auxiliary_class(config.objective.auxiliary_or_empty()).num_loss_terms(batch)
-    return MicroBatch(batch, (candidates,), 1 / batch.total_weight(), None if count is None else 1 / max(count, 1))
+    auxiliary = auxiliary_class(config.objective.auxiliary_or_empty())
+    count, own = auxiliary.num_loss_terms(batch), auxiliary.targets(batch)
+    own_candidates = () if own is None else (objective.candidate_set(own.ids_P).candidates(own.ids_P),)
+    auxiliary_weight = None if count is None else 1 / max(count, 1)
+    return MicroBatch(batch, (candidates,), 1 / batch.total_weight(), auxiliary_weight, own_candidates)
 
 
 def step_batches(
@@ -76,6 +79,7 @@ def _collator(config: RunConfig) -> RowCollator:
     if config.masking is None or config.model.is_causal or config.masking.diffusion:
         return training_row_collator(config, [])
     row_builder = EncoderRowBuilder(config.masking, config.data.end_token, config.data.isolate_documents)
+    # which tokens each layer computes: mask tokens from `first_masked_layer` on, fewer tokens where some are dropped
     first_masked_layer, dropping = config.masking.first_masked_layer(config.model), None
     if (settings := config.masking.dropping) is not None:
         dropping = TokenDropping(row_builder, settings.layers(config.model), settings.keep_share, Uniform())

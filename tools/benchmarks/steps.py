@@ -35,7 +35,7 @@ Mode = Literal["default", "compiled", "whole last block", "muon"]
 Muon for the matrices of the blocks."""
 
 VariantSpec = tuple[str, Mode]  # the objective's name, and how its steps are computed
-# of headless and vanilla; an auxiliary objective's are added
+# Settings that both headless and vanilla objectives have, besides those of an auxiliary objective
 SHARED_SETTINGS = ("score", "temperature", "learned_temperature")
 
 
@@ -86,8 +86,8 @@ class MasterWeights:
                 weight.grad = None
 
     def step(self, clipping: float) -> None:
-        """Clips the gradients, updates the weights, and resets the gradients."""
-        nn.utils.clip_grad_norm_(self._masters, clipping)
+        """Clips the gradients (0: does not), updates the weights, and resets the gradients."""
+        nn.utils.clip_grad_norm_(self._masters, clipping or float("inf"))
         self.optimizer.step()
         self.optimizer.zero_grad()
         if self.half:
@@ -118,7 +118,8 @@ class Variant:
         self.model: Pretraining = build_parallel_model(self.config, Group(), self.device)
         load_weights_(self.model, Group(), initial_weights(self.config))
         if self.config.masking is not None and self.config.masking.is_adaptive():
-            self.model.on_errors = lambda *_: None  # computing the errors is timed, recording them is not
+            # adaptive masking counts at which targets another id scored higher; computing this is timed, counting not
+            self.model.on_errors = lambda *_: None
         self.engine_lines = configure_blocks_(self.model, self.config, self.device)
         self.objective = build_run_objective(self.config, self.rows)
         optimizer = build_optimizer(self.model, self.config.optimizer)
@@ -175,7 +176,7 @@ class Variant:
         return run_flops(self.config, round(statistics.mean(self.candidates))).total * self.tokens()
 
     def tokens(self) -> int:
-        """Target tokens of a step."""
+        """Tokens that a step reads."""
         return self.config.batch.global_size * self.config.data.sequence_length
 
     def peak_megabytes(self) -> float | None:
@@ -217,7 +218,7 @@ class Variant:
             inputs_BTD: torch.Tensor, documents: Documents, targets: TargetPositions, subsets: Sequence[TokenSubset]
         ) -> torch.Tensor:
             if self.mode == "whole last block":
-                targets = replace(targets, max_per_row=None)
+                targets = replace(targets, max_per_row=None)  # as if nearly all positions were targets
             return self._timed(partial(encode_at, inputs_BTD, documents, targets, subsets))
 
         scored_encoder.encode_at = timed_encode_at  # type: ignore[method-assign, assignment]
@@ -262,7 +263,8 @@ def time_steps(
         """Peak memory of the first step, in a child process; None on a GPU and with compiled blocks."""
         if device.type == "cuda" or config.engine.compile is True or spec[1] == "compiled":
             return None
-        return run_in_child(lambda: measure_cost(lambda: first_step(spec)))[1] * 2**20 / 1e6
+        _seconds, peak_mebibytes = run_in_child(lambda: measure_cost(lambda: first_step(spec)))
+        return peak_mebibytes * 2**20 / 1e6
 
     memory = [peak_megabytes(spec) for spec in specs]
     variants = [Variant(config, objective, device, rows, mode) for objective, mode in specs]

@@ -55,7 +55,7 @@ def main() -> None:
     for model in plan["models"]:
 
         def train(recipe: Recipe, seed: int, model: str = model) -> Row:
-            key = {"model": model, **recipe, "seed": seed, "prefix": plan["prefix"], "settings": plan["settings"]}
+            key = {"model": model, **recipe, "seed": seed, "data": plan["data"], "settings": plan["settings"]}
             found = cache.find(key)
             row = found["row"] if found else _train(plan, model, recipe, seed)
             cache.add(key, {"row": row}, replaces=[*key])

@@ -123,7 +123,11 @@ def _train_rivals(runner: ExperimentRunner, table: _Table, models: Sequence[str]
         return []
     grid, plan_file, log = GRIDS["items"], runner.folder / "rivals.json", runner.folder / "rivals.log"
     plan = {"models": models, "recipes": grid["recipes"], "seeds": grid["seeds"], "prefix": str(table.prefix)}
-    plan |= {"num_ids": table.num_ids, "settings": _rival_settings(table)}
+    plan |= {
+        "data": IndexedDataset(table.prefix).fingerprint,
+        "num_ids": table.num_ids,
+        "settings": _rival_settings(table),
+    }
     plan_file.write_text(json.dumps(plan, indent=1) + "\n")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tools")))}  # this checkout's
     with log.open("a") as output:

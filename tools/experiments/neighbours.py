@@ -1,5 +1,5 @@
-"""Related methods of the literature with headless models: masked inputs, other scores, other masks, a softmax beside
-the loss, more predicted tokens, on small models.
+"""Compares related methods of the literature on small headless models: masked inputs, other scores, other masks, a
+softmax beside the loss, more predicted tokens.
 
 Each variant is the plain objective with other settings, on the same text, seeds and tokens. If a token costs more or
 less than a plain one by more than MARGIN, the variant is also trained for the time of the plain run; for kinds of model

@@ -72,7 +72,7 @@ class ExperimentRunner:
     settings: Sequence[str]
     console: Console
     vocabulary: int = 8_192
-    tasks_data: Path | None = None  # as for tools/eval_harness.py; evaluations that need it are left out without
+    tasks_data: Path | None = None  # as for tools/eval_harness.py; None: evaluations that need it are left out
     tokenizer: Path | None = None  # another tokenizer.json, for experiments that change to one or take any
     columns: Sequence[str] = ("user_id", "item_id", "timestamp")  # of a table of events
     rivals_python: Path | None = None  # an interpreter that has the libraries of related methods
@@ -128,7 +128,8 @@ class ExperimentRunner:
         """Trains the runs of `GRIDS[name]`: all, or those whose name or value of an axis is in `only`. FieldError for
         another name.
 
-        `overrides`: for all runs, and for the text if the grid's data is external; `axis_values`: replace the grid's.
+        `overrides`: for all runs; they name the datasets if the grid has `data: external`. `axis_values`: these instead
+        of the grid's.
         """
         grid, cells = GRIDS[name], []
         points = [(run_name(grid["run"].format(**one)), one, sets) for one, sets in grid_points(grid, axis_values)]
@@ -218,7 +219,7 @@ class ExperimentRunner:
     ) -> dict[Path, list[TaskResult]]:
         """Scores models on the harness's tasks, on the first `limit` examples or on all; saves to `folder`/NAME.json.
 
-        `files`: of tasks that name their own, by option (`cloze`, `articles`)."""
+        `files`: those of tasks whose file is an option of tools/eval_harness.py (`cloze`, `articles`), by its name."""
         output = self.folder / f"{name}.json"
         options = {"tasks": tasks, "data": data, "output": output, "limit": limit, **files}
         given = {f"--{option}": value for option, value in options.items() if value is not None}
