@@ -28,7 +28,7 @@ RUN_BY = {
     r"python tools/(report|estimate)\.py": "docs/test_pages.py",
     r"(python|deepspeed|torchrun) .*launch/pretrain\.py": "launch/test_pretrain_command.py",
     r"deepspeed --hostfile|torchrun --nnodes": "launch/test_two_nodes.py",
-    r"python tools/merge_datasets\.py": "data/test_merging.py",
+    r"python tools/merge_datasets\.py": "commands/test_data.py",
     r"megahead start ": "runs/test_start.py",
     r"megahead generate ": "commands/test_models.py",
     r"python tools/doctor\.py": "commands/test_doctor.py",
@@ -139,8 +139,12 @@ def test_every_command_is_run_by_a_test_or_says_why_not() -> None:
     unknown = [str(command) for command in found if command.why_not is None and runner(command) is None]
     assert not unknown, "neither run by a test nor marked:\n" + "\n".join(unknown)
     for pattern, test in RUN_BY.items():
-        assert not test or (ROOT / "tests" / test).is_file(), test
-        assert any(re.match(pattern, command.text) for command in found), f"no page has {pattern}"
+        called = [command.text for command in found if re.match(pattern, command.text)]
+        assert called, f"no page has {pattern}"
+        for name in re.findall(r"(?:(?:tools|launch)/|megahead )([\w-]+)", " ".join(called)) if test else ():
+            assert re.search(rf"\b({name}|run_page)\b", (ROOT / "tests" / test).read_text()), (
+                f"{test} does not run {name}"
+            )
 
 
 def test_every_command_names_files_options_and_settings_that_exist() -> None:

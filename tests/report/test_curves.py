@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from megahead.commands import plot
 from megahead.errors import UserError
 from megahead.report.figures import draw_curves, save_figure
 from megahead.report.panels import running_mean
@@ -109,6 +111,23 @@ def test_a_png_is_written_even_of_a_run_that_went_wrong(tmp_path: Path) -> None:
     )
     assert output.read_bytes().startswith(b"\x89PNG")
     assert [path.name for path in output.parent.iterdir()] == ["run.png"]
+
+
+def test_the_command_draws_runs_and_their_tasks_and_prints_where_they_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tasks = {"step": 2, "tokens": 200, "seconds": 4.0, "tasks": {"sciq": {"acc": {"value": 0.5, "stderr": 0.1}}}}
+    one = write_run(tmp_path / "one", training(1), training(2), evaluation(2, 80.0), tasks)
+    two = write_run(tmp_path / "two", training(1))
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(sys, "argv", ["plot", str(one), str(two)])
+    plot.main()
+    said = capsys.readouterr().out
+    for drawn in (one / "curves.png", one / "curves-tasks.png"):
+        assert f"wrote {drawn}" in said
+        assert drawn.read_bytes().startswith(b"\x89PNG")
+    rows = [line.split() for line in said.splitlines()[1:3]]
+    assert rows == [["one", "2", "200", "4", "4.5", "80"], ["two", "1", "100", "2", "9"]]
 
 
 def test_the_running_mean_leaves_out_what_is_not_finite() -> None:

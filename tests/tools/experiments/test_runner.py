@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -64,6 +65,19 @@ def test_a_name_that_an_experiment_does_not_have_is_refused_before_any_work(tmp_
     with pytest.raises(FieldError, match=r"`--only` must name some of .*, but is retrmae"):
         compare(ExperimentRunner(tmp_path, Path("text"), [], Console()), ["retrmae"])
     assert not list(tmp_path.iterdir())
+
+
+def test_the_command_gives_an_experiment_what_it_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "text.jsonl").write_text('{"text": "the cat"}')
+    monkeypatch.chdir(tmp_path)
+    given: list[tuple[ExperimentRunner, list[str]]] = []
+    monkeypatch.setattr("experiments.figures.compare_negatives", lambda runner, names: given.append((runner, names)))
+    words = "paper.py negatives --text text.jsonl --folder lab --only one two --ranks 2 --set a.b=1 --set a.c=2"
+    monkeypatch.setattr(sys, "argv", words.split())
+    paper.main()
+    ((runner, names),) = given
+    assert (runner.folder, runner.text) == (tmp_path / "lab/negatives", tmp_path / "text.jsonl")
+    assert (names, runner.ranks, runner.settings) == (["one", "two"], 2, ["a.b=1", "a.c=2"])
 
 
 def test_what_two_commands_need_is_made_by_one_while_the_other_waits(tmp_path: Path) -> None:
