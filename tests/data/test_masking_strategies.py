@@ -26,7 +26,18 @@ from megahead.data.indexed import IndexedDataset
 from megahead.data.loader import training_collator
 from megahead.data.masking import MaskingCollator
 from megahead.data.samples import CounterRng
-from megahead.data.strategies import STRATEGIES, WEIGHT_FLOOR, Frequency, Informative, Pmi, Spans, Weights, WholeWords
+from megahead.data.strategies import (
+    STRATEGIES,
+    WEIGHT_FLOOR,
+    Frequency,
+    Hardest,
+    Informative,
+    Pmi,
+    Spans,
+    Uniform,
+    Weights,
+    WholeWords,
+)
 from megahead.data.strategy import PairCounts, Strategy, TargetErrorCounts
 from megahead.data.tokenizer import load_tokenizer
 from megahead.data.train_tokenizer import TRAINERS, save_tokenizer, train_wordpiece
@@ -299,6 +310,10 @@ def run_config(folder, strategy: str, **data: Any):
     )
 
 
+KINDS = {"uniform": Uniform, "whole_word": WholeWords, "span": Spans, "frequency": Frequency, "weights": Weights}
+KINDS |= {"informative": Informative, "hardest": Hardest, "pmi": Pmi}
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_run_gets_the_strategy_it_asks_for(tmp_path, strategy: str) -> None:
     tokenizer = train_wordpiece(["the cat sat on the mat"] * 10, 60)
@@ -309,7 +324,8 @@ def test_a_run_gets_the_strategy_it_asks_for(tmp_path, strategy: str) -> None:
     given = {"id_weights": str(tmp_path / "weights.npy")} if strategy == "weights" else {}
     config = run_config(tmp_path, strategy, tokenizer=str(tmp_path / "tokenizer.json"), **given)
     collator = training_collator(config, [IndexedDataset(tmp_path / "text")], TargetErrorCounts(VOCABULARY, 5, 4))
-    assert collator is not None
+    assert isinstance(collator, MaskingCollator)
+    assert type(collator.strategy) is KINDS[strategy]
     batch = collator.batch(texts(4, 30), range(4))
     assert 0 < batch.target_ids_N.numel() <= 4 * batch.max_targets_per_row <= 4 * round(0.15 * 30)
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import Trainer, TrainingArguments
 
 from megahead.errors import CheckpointError, UserError
+from megahead.evaluate import finetuning
 from megahead.evaluate.finetuning import (
     Classifier,
     EpochScores,
@@ -73,6 +74,14 @@ def test_one_batch_an_epoch_equals_the_trainer_of_transformers(tmp_path: Path) -
     Trainer(theirs, arguments, data_collator=collated, train_dataset=encoded).train()
     for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(mine, other, rtol=0, atol=2e-5, msg=name)
+
+
+def test_the_rate_rises_over_its_share_of_all_steps_and_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rates: list[float] = []
+    monkeypatch.setattr(finetuning, "set_learning_rate", lambda _, rate: rates.append(rate))
+    settings = replace(SETTINGS, batch_size=12, epochs=3, warmup=0.4, learning_rate=6e-3)
+    list(FineTuningRun(InitialModel("small", save_small_encoder(tmp_path / "model")), same_word(36), settings).run(0))
+    assert rates == pytest.approx([1.5e-3, 3e-3, 4.5e-3, *[6e-3] * 6])  # four of nine steps
 
 
 @pytest.mark.parametrize("kind", ["encoder", "gpt_neox", "llama", "modernbert"])

@@ -53,6 +53,21 @@ def test_examples_of_every_form(tmp_path: Path) -> None:
     ]
 
 
+def test_both_dev_sets_of_mnli_are_one(tmp_path: Path) -> None:
+    header = "index\tsentence1\tsentence2\tlabel1\tgold_label\n"
+    for split, label in (("train", "neutral"), ("dev_matched", "entailment"), ("dev_mismatched", "contradiction")):
+        put(tmp_path, f"glue/MNLI/{split}.tsv", f"{header}0\tOf {split}\tB\t-\t{label}\n")
+    data = load_task("glue/mnli", DataSource(tmp_path))
+    assert [example.first_text for example in data.train] == ["Of train"]
+    (rows,) = data.evaluation_sets.values()
+    assert [(example.first_text, TASKS["glue/mnli"].labels[int(example.label)]) for example in rows] == [
+        ("Of dev_matched", "entailment"),
+        ("Of dev_mismatched", "contradiction"),
+    ]
+    (tmp_path / "glue/MNLI/dev_mismatched.tsv").unlink()
+    assert not DataSource(tmp_path).has_task("glue/mnli")
+
+
 def test_words_in_context_in_their_first_form_where_the_other_lacks_training(tmp_path: Path) -> None:
     put_lines(tmp_path, "WiC", WIC)
     (tmp_path / "superglue/WiC/train.jsonl").unlink()

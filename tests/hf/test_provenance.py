@@ -24,6 +24,7 @@ def test_a_checkout_names_its_commit_and_a_package_within_another_repository_doe
 ) -> None:
     repository(tmp_path / "checkout")
     for place, version in (("checkout", ", commit "), ("checkout/.venv/site-packages", "")):
+        (tmp_path / place).mkdir(parents=True, exist_ok=True)  # else git would find no folder, and thus no commit
         monkeypatch.setattr(provenance, "_CHECKOUT", tmp_path / place)
         assert code_version().startswith(f"megahead {megahead.__version__}{version}")
         assert ("commit" in code_version()) == bool(version)
