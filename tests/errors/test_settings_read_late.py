@@ -19,6 +19,7 @@ from megahead.data.train_tokenizer import train_wordpiece
 from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
 from megahead.errors import UserError
+from megahead.train import boards
 from megahead.train.run import pretrain
 from support.on_ranks import on_ranks
 from support.small_checkpoint import save_tokenizer
@@ -227,8 +228,15 @@ def begun(_group: Group, config: RunConfig) -> str | None:
     ("setting", "when", "changes", "says"), ROWS, ids=lambda part: part if isinstance(part, str) else ""
 )
 def test_what_a_run_could_not_use_is_refused_before_its_first_step(
-    folder: Path, tmp_path: Path, setting: str, when: When, changes: dict[str, Any], says: str
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    setting: str,
+    when: When,
+    changes: dict[str, Any],
+    says: str,
 ) -> None:
+    monkeypatch.setattr(boards, "find_spec", lambda name: None)  # whatever is installed here
     given = {"output_dir": str(tmp_path / "run"), **placed(changes, folder)}
     if when == "read":
         sentence = refused(lambda: small_config(folder, given))

@@ -103,6 +103,7 @@ def test_a_checkpoint_with_weights_that_are_not_finite_is_refused(tmp_path: Path
     ):
         RUN_DOORS[door](run)
     assert not (tmp_path / "out").exists()
+    assert not list(run.glob("exports/*"))
 
 
 def test_a_model_of_transformers_with_weights_that_are_not_finite_is_refused(tmp_path: Path) -> None:

@@ -64,20 +64,24 @@ def test_a_lock_that_is_held_is_reported(tmp_path: Path) -> None:
 
 
 def test_a_reader_never_sees_half_of_what_many_write_at_once(tmp_path: Path) -> None:
-    path, start = tmp_path / "table", FORK.Barrier(4)
+    path, start, begun = tmp_path / "table", FORK.Barrier(4), FORK.Event()
 
     def work(name: bytes) -> None:
         start.wait()
+        write_atomically(path, *[name * 10_000] * 100)
+        begun.wait(60)  # until the reader reads
         for _ in range(3):
             write_atomically(path, *[name * 10_000] * 100)
 
     writers = [FORK.Process(target=work, args=(name,)) for name in (b"a", b"b", b"c", b"d")]
     for writer in writers:
         writer.start()
-    seen = set()
+    seen: set[bytes] = set()
     while any(writer.is_alive() for writer in writers):
         if path.exists():
             seen.add(path.read_bytes())
+            begun.set()
     assert [writer.exitcode for writer in writers] == [0] * 4
+    assert seen
     assert seen <= {name * 1_000_000 for name in (b"a", b"b", b"c", b"d")}
     assert list(tmp_path.iterdir()) == [path]

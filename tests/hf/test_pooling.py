@@ -36,8 +36,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)
-def test_vectors_are_the_runs_in_sentence_transformers(tmp_path: Path, run: tuple[Path, str], pooling: str) -> None:
-    """By its real loader where it is installed, and always by the files' own words."""
+def test_vectors_are_the_runs_by_the_files_own_words(tmp_path: Path, run: tuple[Path, str], pooling: str) -> None:
     folder = export(run[0], tmp_path / "out", run[1], pooling=pooling).folder
     assert read_pooling(folder) == pooling
     assert max_text_tokens(folder, 40) == TRAINED_LENGTH
@@ -55,11 +54,16 @@ def test_vectors_are_the_runs_in_sentence_transformers(tmp_path: Path, run: tupl
         expected.append(vector_D / vector_D.norm())
     ours = TextEncoder(folder, max_tokens=max_text_tokens(folder, 40)).vectors(TEXTS)[pooling]
     torch.testing.assert_close(ours.cpu(), torch.stack(expected), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_sentence_transformers_opens_it_and_has_the_same(tmp_path: Path, run: tuple[Path, str], pooling: str) -> None:
     sentence_transformers = pytest.importorskip("sentence_transformers")
+    folder = export(run[0], tmp_path / "out", run[1], pooling=pooling).folder
     model = sentence_transformers.SentenceTransformer(str(folder), device="cpu")
     assert model.max_seq_length == TRAINED_LENGTH
-    theirs = model.encode(TEXTS, convert_to_tensor=True)
-    torch.testing.assert_close(theirs, torch.stack(expected), atol=1e-5, rtol=0)
+    ours = TextEncoder(folder, max_tokens=TRAINED_LENGTH).vectors(TEXTS)[pooling]
+    torch.testing.assert_close(model.encode(TEXTS, convert_to_tensor=True), ours, atol=1e-5, rtol=0)
 
 
 def test_what_has_no_such_vectors_is_refused(tmp_path: Path) -> None:

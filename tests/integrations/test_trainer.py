@@ -173,17 +173,29 @@ def test_counts_of_a_resized_table_are_loaded_into_one_that_was_resized_too() ->
     "adapted",
     [
         {"target_modules": ["q_proj", "embed_tokens"]},
-        {"target_modules": ["q_proj"], "trainable_token_indices": {"embed_tokens": [1, 2]}},
+        {"target_modules": ["q_proj"], "trainable_token_indices": {"embed_tokens": [9, 10]}},
         {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
     ],
     ids=["low rank", "some rows", "whole"],
 )
 def test_the_table_may_have_an_adapter_too(tmp_path: Path, adapted: dict[str, Any]) -> None:
     model = get_peft_model(Headless(build("llama")), LoraConfig(**adapted))
+    table = model.base_model.model.body.get_input_embeddings()
+    learning = [weight for weight in table.parameters() if weight.requires_grad]
+    assert learning
+    with torch.no_grad():
+        for weight in learning:
+            weight.add_(0.1)  # else the adapter would change nothing yet
+        ids = torch.arange(IDS)
+        torch.testing.assert_close(model.base_model.model._rows(ids), table(ids))
+        adapted_rows = table(ids).clone()
     model(**rows_of("llama"))["loss"].backward()
+    assert all(weight.grad is not None and weight.grad.any() for weight in learning)
     with pytest.raises(FieldError, match="`model` must be without adapters"):
         model.base_model.model.save(tmp_path / "adapted", "tied")
     model.merge_and_unload().save(tmp_path / "merged", "tied")
+    merged = LlamaForCausalLM.from_pretrained(tmp_path / "merged").get_input_embeddings().weight
+    torch.testing.assert_close(merged, adapted_rows)
 
 
 def test_adapters_of_peft_train_and_are_merged_before_saving(tmp_path: Path) -> None:

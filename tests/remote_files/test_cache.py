@@ -6,6 +6,7 @@ import fcntl
 import multiprocessing
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -81,27 +82,30 @@ def test_a_far_file_is_a_path_and_a_path_is_itself(tmp_path: Path) -> None:
         local_file(f"file://{tmp_path}/none.json")
 
 
-def _hold(partial: Path, seconds: float, then: Path) -> None:
+def _hold(partial: Path, seen: Any, then: Path) -> None:
     """Another process that fetches: it has the lock, then gives the file its name."""
     with partial.open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.write(b"content")
         file.flush()
         (partial.parent / "held").touch()
-        time.sleep(seconds)
+        assert seen.wait(60)
         partial.rename(then)
 
 
 def test_what_another_process_fetches_is_waited_for(tmp_path: Path) -> None:
     folder, store = tmp_path / "copies", Store(f"file://{tmp_path}/nowhere")
     folder.mkdir()
-    other = multiprocessing.get_context("fork").Process(
-        target=_hold, args=(folder / "file.partial", 0.3, folder / "file")
-    )
+    context, waited = multiprocessing.get_context("fork"), 0
+    seen = context.Event()
+    other = context.Process(target=_hold, args=(folder / "file.partial", seen, folder / "file"))
     other.start()
     while not (folder / "held").exists():
+        assert other.is_alive()
         time.sleep(0.01)
-    waited = sum(1 for _ in fetch_into(folder, store, {"file": ExpectedFile(7)}))
+    for _ in fetch_into(folder, store, {"file": ExpectedFile(7)}):
+        waited += 1
+        seen.set()
     other.join()
     assert waited > 0
     assert (folder / "file").read_bytes() == b"content"

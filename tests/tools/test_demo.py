@@ -8,6 +8,7 @@ import json
 import logging
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -72,13 +73,17 @@ def test_the_table_adds_up_what_this_run_did(tmp_path: Path) -> None:
     stages.run("first", lambda: "one")
     StepRunner(tmp_path, console).run("second", lambda: 2.0)
     stages.run("second", lambda: 0.0, describe_result="{:.2f} s".format)
+    for stage, seconds in zip(stages.finished, (3.0, 50.0), strict=True):
+        object.__setattr__(stage, "seconds", seconds)  # frozen
+    stages.finished.append(replace(stages.finished[0], name="third", seconds=4.0))
     console.print(to_rich(time_rows(stages), right=["time"]))
-    table = console.file.getvalue().splitlines()[-4:]
+    table = console.file.getvalue().splitlines()[-5:]
     assert [line.split() for line in table] == [
         ["stage", "time", "result"],
-        ["first", "0s", "one"],
+        ["first", "3.0s", "one"],
         ["second", "reused", "2.00", "s"],
-        ["this", "run", "0s"],
+        ["third", "4.0s", "one"],
+        ["this", "run", "7.0s"],
     ]
 
 

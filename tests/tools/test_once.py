@@ -136,5 +136,7 @@ def test_one_process_waits_while_another_runs_the_same_step(tmp_path: Path) -> N
         first = pool.submit(StepRunner(tmp_path, Console(quiet=True)).run, "step", slow)
         assert begun.wait(60)
         second = pool.submit(StepRunner(tmp_path, Console(quiet=True)).run, "step", lambda: "fast")
+        with pytest.raises(TimeoutError):  # without a lock it would be done by then
+            second.result(0.2)
         done.set()
         assert (first.result(60).result, second.result(60).result) == ("slow", "slow")
