@@ -83,7 +83,7 @@ def test_the_table_adds_up_what_this_run_did(tmp_path: Path) -> None:
         ["first", "3.0s", "one"],
         ["second", "reused", "2.00", "s"],
         ["third", "4.0s", "one"],
-        ["this", "run", "7.0s"],
+        ["this", "call", "7.0s"],
     ]
 
 
