@@ -75,7 +75,8 @@ def test_ranks_of_one_machine_share_its_cores(
     ("number", "options", "code"),
     [
         (signal.SIGTERM, ["--stopped-code", "75"], 75),
-        (signal.SIGTERM, [], 0),
+        (signal.SIGTERM, ["--set", "parallel.elastic=true"], 75),
+        (signal.SIGUSR1, [], 0),
         (signal.SIGINT, ["--stopped-code", "0"], 0),
         (signal.SIGINT, [], 130),
     ],

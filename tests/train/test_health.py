@@ -193,3 +193,14 @@ def test_replicas_agree_on_every_mesh(tmp_path: Path, changes: dict[str, Any]) -
     write_text(tmp_path)
     config = small_config(tmp_path, changes | {"faults.replicas_every": 1})
     assert codes(start_ranks(config, 4, tmp_path)) == [0] * 4, said(tmp_path, 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "count", "ranks"), [({}, 2, "ranks 0, 1 ("), long(stage(0) | {"parallel.tensor": 2}, 4, "ranks 1, 3 (")]
+)
+def test_a_flipped_bit_is_found_between_saves(tmp_path: Path, changes: dict[str, Any], count: int, ranks: str) -> None:
+    write_text(tmp_path)
+    rare = {"training.checkpoint_every": 100, "training.evaluate_every": 100, "faults.replicas_every": 2}
+    config = small_config(tmp_path, changes | rare)
+    assert codes(start_ranks(config, count, tmp_path, sabotage=flipping(3, count - 1))) == [2] * count
+    assert f"at step 4: {ranks}" in "".join(said(tmp_path, rank) for rank in range(count))
