@@ -116,6 +116,18 @@ def test_a_process_that_dies_before_the_first_checkpoint_loses_little_and_more_r
     )
 
 
+@pytest.mark.parametrize("resume", ["never", "a folder"])
+def test_a_start_that_is_not_automatic_leaves_copies_unread(tmp_path: Path, resume: str) -> None:
+    write_text(tmp_path)
+    config = small_config(tmp_path, COPIES | {"training.checkpoint_every": 100 if resume == "never" else 3})
+    assert codes(start_ranks(config, 1, tmp_path, sabotage=on_node(tmp_path, dies_at=5))) == [-signal.SIGKILL]
+    assert any("step-00000004" in name for name in files_in(memory_of(tmp_path, 0)))
+    saved = [str(path) for path in (tmp_path / "run/checkpoints").glob("step-*")]
+    assert codes(start_ranks(config, 1, tmp_path, *saved or ["never"], sabotage=on_node(tmp_path))) == [0]
+    assert "in memory" not in said(tmp_path, 0)
+    assert ("resumed     step 3" in said(tmp_path, 0)) == bool(saved)
+
+
 @pytest.mark.slow
 def test_a_later_phase_keeps_copies_too(tmp_path: Path) -> None:
     write_text(tmp_path)
