@@ -84,9 +84,9 @@ class Cluster:
         (self.folder / f"go-on-{step}").touch()
 
     def finished(self) -> None:
-        """Waits until it is, whatever becomes of a node that met the others too late."""
+        """Waits until it is and all agents have ended, whatever the code of one that met the others too late."""
         self.until(lambda: (self.folder / "run/ending.json").exists() and '"finished"' in self.ending())
-        self.ended(*self.agents)
+        assert None not in self.ended(*self.agents), self.said()
 
     def ending(self) -> str:
         return (self.folder / "run/ending.json").read_text()

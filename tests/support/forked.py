@@ -21,12 +21,19 @@ import pytest
 
 FORK = multiprocessing.get_context("fork")
 ROOT = Path(__file__).parents[2]
+FORKED_SECONDS = 120.0
 
 
 def forked(function: Callable[..., Any], *args: Any) -> Any:
     """What `function` returns, or raises; in the process's main thread, and without a process group."""
     with ProcessPoolExecutor(1, mp_context=FORK) as pool:
-        return pool.submit(function, *args).result(timeout=120)
+        result = pool.submit(function, *args)
+        try:
+            return result.result(timeout=FORKED_SECONDS)
+        except TimeoutError:  # of a process that hangs, which the pool would wait for
+            for process in pool._processes.values():
+                process.kill()
+            raise
 
 
 def run_script(*command: object, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:

@@ -69,8 +69,10 @@ def mirror(
 
 def finish(sending: Uploader) -> None:
     """Waits until all is sent."""
-    for _ in sending.wait_until_done(time.monotonic() + 20):
+    deadline = time.monotonic() + 20
+    for _ in sending.wait_until_done(deadline):
         pass
+    assert time.monotonic() < deadline, "not all is sent"
 
 
 def until(condition: Callable[[], bool]) -> None:

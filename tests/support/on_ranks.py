@@ -31,12 +31,16 @@ def on_ranks(count: int, function: Callable[..., Any], *args: Any, timeout: floa
             process.start()
         for process in ranks:
             process.join(timeout)
+        hung = [rank for rank, process in enumerate(ranks) if process.is_alive()]
         for process in ranks:
-            if process.is_alive():
-                process.kill()
+            process.kill()
+            process.join()
         failures = sorted(Path(folder).glob("failure-*"), key=lambda path: path.stat().st_mtime_ns)
         if failures:
             raise AssertionError("\n".join(f"{failure.name}:\n{failure.read_text()}" for failure in failures))
+        ended = [process.exitcode for process in ranks]
+        if hung or any(ended):
+            raise AssertionError(f"ranks ended with {ended}; {hung} hung for {timeout} s")
         return [torch.load(Path(folder, f"result-{r}"), weights_only=False) for r in range(count)]
 
 
