@@ -24,6 +24,8 @@ def local_rank_is_forgotten() -> Iterator[None]:
     yield
     if before is None:
         os.environ.pop("LOCAL_RANK", None)
+    else:
+        os.environ["LOCAL_RANK"] = before
 
 
 @pytest.fixture

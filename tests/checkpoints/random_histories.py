@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -292,21 +293,20 @@ class Histories:
 
 def torture(folder: Path, count: int, seed: int, acts: int = 30) -> int:
     """That many histories; returns the saves in them. AssertionError where one is not as it must be."""
-    saves, fsync = 0, os.fsync
-    os.fsync = lambda _: None  # nothing here outlives a power cut, and it takes most of the time
+    saves = 0
     for number in range(seed, seed + count):
         root = folder / str(number)
         (root / "store").mkdir(parents=True)
         histories = Histories(random.Random(number), root)
         try:
-            for _ in range(acts):
-                histories.act()
+            with patch("os.fsync", lambda _: None):  # nothing here outlives a power cut, and it takes most of the time
+                for _ in range(acts):
+                    histories.act()
         except BaseException as error:
             error.add_note(f"in the history of seed {number}")
             raise
         saves += histories.saves
         shutil.rmtree(root)
-    os.fsync = fsync
     return saves
 
 

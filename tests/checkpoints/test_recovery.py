@@ -100,12 +100,17 @@ def test_nodes_whose_ranks_only_wait_hand_over_what_the_others_need(
     assert same_as_on_disk(tmp_path, 4, 4)
 
 
+def rescue_timed(group: Group, *args: Any) -> tuple[Any, float]:
+    began = time.monotonic()
+    return rescue(group, *args), time.monotonic() - began
+
+
 def test_those_that_wait_are_waited_for_but_not_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     on_ranks(2, keep, tmp_path, "01", (4,))
     monkeypatch.setattr(handing_over, "WAIT_SECONDS", 0.5)
-    began = time.monotonic()
-    assert on_ranks(1, rescue, tmp_path, "0", -1, 2) == [(4, 4, [])]
-    assert time.monotonic() - began >= 0.5
+    ((found, seconds),) = on_ranks(1, rescue_timed, tmp_path, "0", -1, 2)
+    assert found == (4, 4, [])
+    assert 0.5 <= seconds < 20
 
 
 def test_what_they_hand_over_is_seen_on_a_disk_whose_clients_remember_what_was_missing(tmp_path: Path) -> None:

@@ -205,6 +205,17 @@ def test_torchs_kernel_is_asked_for_shared_keys_only_where_there_are_some_and_it
     monkeypatch.setattr(attention_kernels, "VARLEN_HAS_GQA", False)
     BACKENDS["varlen"].attend(q, k, k, documents)
     assert heads == [4] * 6
+    asked: list[bool] = []
+
+    def of_torch_2_12(query, key, *rest, enable_gqa=False, **options):
+        asked.append(enable_gqa)
+        heads.append(key.shape[1])
+        return query
+
+    monkeypatch.setattr(varlen, "varlen_attn", of_torch_2_12)
+    monkeypatch.setattr(attention_kernels, "VARLEN_HAS_GQA", True)
+    BACKENDS["varlen"].attend(q, k, k, documents)
+    assert (asked, heads[6:]) == ([True], [2])
 
 
 def test_torchs_kernel_knows_shared_keys_where_we_think_so() -> None:

@@ -56,8 +56,9 @@ def main() -> int:
         found |= {"help": helps(), "dry_run": dry_runs(), "settings": settings(), "names": sorted(megahead.__all__)}
     output.write_text(json.dumps(found, indent=1, sort_keys=True))
     changed = [] if before is None else list(differences(before, found))
-    print("\n".join([*changed, f"{len(changed)} differences" if before else f"recorded in {output}"]))
-    return int(bool(changed))
+    failed = [f"{place} failed" for place in failures(found)]
+    print("\n".join([*failed, *changed, f"{len(changed)} differences" if before else f"recorded in {output}"]))
+    return int(bool(failed or changed))
 
 
 def write_text() -> None:
@@ -88,12 +89,12 @@ def recorded(names: list[str]) -> Recording:
 
 
 def on_ranks(count: int, command: list[str]) -> str | None:
-    """Calls `megahead COMMAND` on forked ranks; what they print where one of them fails."""
+    """Calls `megahead COMMAND` on forked ranks; what they print and exit with where one of them fails."""
     port = int(free_port())
     logs = [Path(f"rank-{rank}.log") for rank in range(count)]
     ranks = [fork(command, rank, count, port, log) for rank, log in enumerate(logs)]
     codes = [os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]
-    return "\n".join(log.read_text()[-2000:] for log in logs) if any(codes) else None
+    return "\n".join(log.read_text()[-2000:] for log in logs) + f"\nexit {max(codes, key=abs)}" if any(codes) else None
 
 
 def fork(command: list[str], rank: int, count: int, port: int, log: Path) -> int:
@@ -192,6 +193,15 @@ def settings() -> Recording:
 
 def checksum(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
+
+
+def failures(found: Any, place: str = "") -> Iterator[str]:
+    """Where a run or a command did not exit with 0."""
+    if isinstance(found, dict):
+        for name, value in found.items():
+            yield from failures(value, f"{place}/{name}")
+    elif isinstance(found, str) and re.search(r"exit -?[1-9]\d*$", found):
+        yield place
 
 
 def differences(before: Any, after: Any, place: str = "") -> Iterator[str]:

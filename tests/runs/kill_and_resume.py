@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import random
 import shutil
+import signal
 import tempfile
 import time
 from dataclasses import dataclass
@@ -104,6 +105,7 @@ def _killed(config: RunConfig, folder: Path, start_seconds: float, chance: rando
         rank.kill()
     ended = codes(ranks, SURVIVAL_SECONDS)
     assert None not in ended, f"a rank survived the other: {said(folder, 0)} {said(folder, 1)}"
+    assert {*ended} <= {0, 2, -signal.SIGKILL}, f"ranks ended with {ended}: {said(folder, 0)} {said(folder, 1)}"
     if ended == [0, 0]:
         return False
     toll.kills += 1

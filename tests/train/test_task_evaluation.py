@@ -71,12 +71,13 @@ def test_two_ranks_share_the_tasks_and_the_training_does_not_notice(tmp_path: Pa
     assert [record["loss"] for record in mine.training] == [record["loss"] for record in plain.training]
     assert [record["step"] for record in mine.tasks] == [6]
     assert plain.tasks == []
-    later = evaluate_tasks(
-        ensure_hf_folder(tmp_path / "with"), task_files(NAMES, tmp_path, Path(passages), Path(passages))
-    )
+    files = task_files(NAMES, tmp_path, Path(passages), Path(passages))
+    later = list(evaluate_tasks(ensure_hf_folder(tmp_path / "with"), files))
     logged = mine.tasks[-1]["tasks"]
     assert list(logged) == list(NAMES)
+    assert [task.task for task in later] == list(NAMES)
     for task in later:
+        assert task.scores
         for score in task.scores:
             assert logged[task.task][score.metric]["value"] == pytest.approx(score.value, rel=1e-6)
     board = EventAccumulator(str(tmp_path / "with" / "tensorboard"))
