@@ -131,7 +131,14 @@ def test_what_must_not_be_saved_is_not_kept_in_memory_either(tmp_path: Path) -> 
 def cancel_on_one_rank_first(group: Group, folder: Path) -> tuple[str | None, bool]:
     """Rank 0 cancels before it sends; rank 1, whose file has arrived, learns of it from rank 0."""
     give_memory(folder, group.rank)
-    copies = ReplicaWriter(NodeMemory.of(RunFolder(folder / "run")), MARK, group)
+    copies, write = ReplicaWriter(NodeMemory.of(RunFolder(folder / "run")), MARK, group), Snapshot.write
+
+    def write_when_cancelled(snapshot: Snapshot, place: Path) -> Any:
+        copies._cancelled.wait(20)
+        return write(snapshot, place)
+
+    if group.rank == 0:
+        Snapshot.write = write_when_cancelled  # type: ignore[method-assign]
     begin(copies, 2, group)
     if group.rank == 0:
         copies._cancelled.set()

@@ -140,7 +140,9 @@ def test_when_rank_0_dies_it_is_named() -> None:
 def test_a_wait_that_does_not_end_ends_the_process() -> None:
     ranks = Ranks(2).met()
     ranks.lines[1]._socket.shutdown(socket.SHUT_RDWR)
-    time.sleep(2)
+    deadline = time.monotonic() + 30
+    while len(ranks.ended) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
     assert lost("rank 1 died") in [f"LostRankError: {sentence}" for sentence in ranks.ended]
 
 
