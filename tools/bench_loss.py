@@ -8,8 +8,7 @@ They are measured in turn (A B C D A B C D ...), so that noise affects all alike
 process, so that no memory is shared. On CUDA candidates are chosen and looked up before, as in a training step:
 headless losses take the candidates' rows. Many passes in a row are timed by CUDA events, without synchronization
 between them; `host s` is the host's time to launch one. Liger's fused linear cross-entropy and Apple's
-cut-cross-entropy are included where they are installed. Errors against float64 follow at the end. Without --data,
-targets are Zipf-distributed.
+cut-cross-entropy join where installed. Errors against float64 follow. Without --data, targets are Zipf-distributed.
 """
 
 from __future__ import annotations

@@ -85,8 +85,7 @@ def _parse_vocabularies(text: str | None) -> list[int]:
 
 
 def _variants(arguments: argparse.Namespace, config: RunConfig) -> list[VariantSpec]:
-    """Every objective in the default mode, then compiled, then with the last block computed for all tokens, then with
-    Muon."""
+    """Every objective in the default mode, then compiled, with the last block computed for all tokens, with Muon."""
     compiled = arguments.compile and config.engine.compile is not True
     modes: dict[Mode, bool] = {"default": True, "compiled": compiled}
     modes |= {"whole last block": arguments.whole, "muon": arguments.muon}

@@ -17,13 +17,8 @@ from megahead.errors import existing_path, run_command
 from megahead.report.tables import terminal
 
 ROOT = Path(__file__).resolve().parents[1]
-# Each maps to the module of `experiments` with its `compare_NAME`, which says what it trains. Some names:
-#   bottleneck    headless against softmax heads, whose gradient is a bottleneck (arXiv 2603.10145)
-#   neighbours    related methods of the literature with headless models
-#   recipe        a search for the settings of small models
-#   revocabulary  a decoder that is given another vocabulary; continuing: and trained further by either objective
-#   variants      of the headless objective
-#   verdict       headless, vanilla, and headless then vanilla training, at equal time
+# Each maps to the module of `experiments` with its `compare_NAME`, which says what it trains. `bottleneck`: that of a
+# softmax's gradient; `neighbours`: related methods of the literature; `verdict`: headless and vanilla at equal time.
 EXPERIMENTS = {
     **dict.fromkeys(("latency", "decoders", "variants", "negatives", "precision"), "figures"),
     **dict.fromkeys(("encoders", "multilingual", "vocabularies", "glue"), "encoders"),

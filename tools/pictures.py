@@ -17,10 +17,7 @@ PAGE = DOCS / "research/verdict.md"
 PICTURES = {"headless": DOCS / "headless.png", "verdict": PAGE.with_suffix(".png")}
 HEADLESS_TOKENS_A_MINUTE = 104.9e6 / 135  # of the longest run
 COST_OF_VANILLA = 3.8  # time of a vanilla token relative to a headless one
-LONG_HEADING, EQUAL_TOKENS_HEADING = (
-    "## A hundred million tokens",
-    "### As many tokens by both",
-)  # headings above the tables
+LONG_HEADING, EQUAL_HEADING = "## A hundred million tokens", "### As many tokens by both"  # headings above the tables
 NUMBER = r"\d+(\.\d+)?"
 
 Curves = dict[str, list[tuple[float, float]]]
@@ -52,16 +49,16 @@ def main() -> None:
 
 def read_curves(page: str, score: str) -> Curves:
     """(tokens, score) points of each run; the columns of a score are those whose titles start with it."""
-    long_table, equal_tokens_table = parse_table(page, LONG_HEADING), parse_table(page, EQUAL_TOKENS_HEADING)
+    long_table, equal_table = parse_table(page, LONG_HEADING), parse_table(page, EQUAL_HEADING)
     whole_run = [row for row in long_table if not row[1].startswith("a branch")]
-    long_column, equal_tokens_column = (
+    long_column, equal_column = (
         next(index for index, title in enumerate(table[0]) if title.startswith(score))
-        for table in (long_table, equal_tokens_table)
+        for table in (long_table, equal_table)
     )
     return {
         "headless, 105 M tokens": column_points(whole_run, long_column),
-        "headless, 31.5 M tokens": column_points(equal_tokens_table, equal_tokens_column),
-        "vanilla, 31.5 M tokens": column_points(equal_tokens_table, equal_tokens_column + 1),
+        "headless, 31.5 M tokens": column_points(equal_table, equal_column),
+        "vanilla, 31.5 M tokens": column_points(equal_table, equal_column + 1),
     }
 
 

@@ -29,7 +29,7 @@ from megahead.objectives.micro_batch import EvaluationRequest
 # Held-out perplexity, bits per byte and accuracy of a model with its own head, during training or after it.
 
 _MICRO_BATCHES_PER_PASS = 8
-"""Micro-batches scored in one pass over the vocabulary. Each pass gathers the rows of a sharded embedding.
+"""Micro-batches scored in one pass over the vocabulary. Each pass gathers rows that are split over ranks.
 The hidden states need less memory than one micro-batch in training."""
 
 

@@ -55,8 +55,8 @@ class SharedCandidateSet:
     log of its sampling probability."""
 
     sampling_bias_P: Tensor | None = None
-    """Replaces the bias of an output's own target where the generator of replaced-token detection samples from the
-    softmax, by the log of the id's mean weight among the other targets; None: nothing samples from it."""
+    """Replaces the bias of an output's own target where a generator samples from the softmax, by the log of the id's
+    mean weight among the other targets; None: nothing samples from it."""
 
     def candidates(self, target_ids_N: Tensor, weight_N: Tensor | None = None) -> Candidates:
         """The candidates for the group's targets in one micro-batch: shared ones and all targets, by increasing id.

@@ -421,7 +421,7 @@ def _build_loader(session: Session, plan: RunPlan, state: TrainingState) -> Step
         static_shapes=uses_cuda_graphs(plan),
         collator=training_row_collator(config, session.datasets.train, state.target_error_counts, steps_before_masking),
         auxiliary=auxiliary_class(config.objective.auxiliary_or_empty()),
-        # for planning which rows of a sharded embedding each rank fetches
+        # for planning which rows of the embedding each rank fetches
         planning_group=new_planning_group(config, session.mesh),
         tensor_group=session.mesh.tensor_group,
     )

@@ -207,8 +207,7 @@ def starting_weights(config: RunConfig, world_group: Group, resumed: Checkpoint 
     """
     init, shapes = config.init, weight_shapes(config)
     if resumed is not None:
-        # `late/`: rows of a sharded embedding without their pending updates (see checkpoints/reading.py);
-        # Progress.resume_from restores the rest
+        # `late/`: rows without pending updates (see checkpoints/reading.py); Progress.resume_from restores the rest
         return _checkpoint_weights(resumed, shapes, prefix="late/weight", optional=(HEAD, OUTPUT_BIAS))
     if init is None:
         return initial_weights(config)

@@ -100,7 +100,7 @@ def train_step(
     """Runs forward and backward of every micro-batch, then one update, unless the fault policy or the engine skips it.
     Collective."""
     cpu_seconds = time.process_time()
-    engine_metrics = engine.prepare_step(batches.row_plan)  # fetches the rows of a sharded embedding
+    engine_metrics = engine.prepare_step(batches.row_plan)  # fetches rows of the embedding
     losses = [engine.micro_step(micro.to(device)) for micro in batches.micro_batches]
     # a micro-batch's loss is its sum over targets, times data_ranks * accumulation / (the step's targets): the mean of
     # all losses is the mean over the step's targets

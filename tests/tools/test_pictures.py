@@ -46,7 +46,7 @@ def test_curves_are_those_of_the_page() -> None:
 | 5.0 M | from here on | **60.5 ± 0.7** | 2 |
 | 5.0 M | a branch | 61.0 | 3 |
 
-{pictures.EQUAL_TOKENS_HEADING}
+{pictures.EQUAL_HEADING}
 
 | tokens | rest | BLiMP, headless | vanilla |
 |---|---|---|---|

@@ -1,5 +1,4 @@
-"""Times kernel launches, and steps of a plain torch loop or of the engine. Steps run on request in processes of their
-own.
+"""Times kernel launches, and steps of a plain torch loop or of the engine, which run on request in child processes.
 
 DeepSpeed patches the process that imports it, and a process that has computed with torch cannot be forked. Steps run on
 `engine.device`, which must be cpu or cuda here; for CUDA the processes are spawned.
@@ -48,8 +47,7 @@ DEEPSPEED_CONFIGS = Path(__file__).resolve().parents[2] / "configs/deepspeed"
 
 
 class StepProcesses:
-    """Runs each step builder in its own process. On request all processes run the steps that their builders returned at
-    the same time."""
+    """Each step builder runs in its own process. On request all processes run their steps at the same time."""
 
     def __init__(self, step_builders: Sequence[Callable[[], StepFunction]], device: str = "cpu") -> None:
         context: Any = multiprocessing.get_context("fork" if device == "cpu" else "spawn")

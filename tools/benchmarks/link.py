@@ -115,8 +115,7 @@ def step_variants(ways: Sequence[EmbeddingAndStage], config: RunConfig, ranks: i
 
 
 def exchange_variants(config: RunConfig, ranks: int, steps: int) -> Iterator[Variant]:
-    """Exchanges of one micro-batch's negatives a rank: as ids, like a run, and as embeddings, whose gradients are sent
-    back."""
+    """Exchanges a micro-batch's negatives of each rank: as ids, like a run, and as embeddings, with their gradients."""
     targets = config.batch.micro_size * config.data.sequence_length
     for form in ("ids", "embeddings"):
         columns: Row = {"negatives as": form, "targets a rank": targets}
@@ -154,8 +153,7 @@ def build_exchange(form: str, targets: int, features: int, rendezvous: Rendezvou
     enter_namespace(namespace)
     init_distributed(rendezvous)
     group, rows_ND = Group.world(), torch.randn(targets, features)
-    # R ranks, A = 1 micro-batch a rank, N targets, D features
-    target_ids, counts_RA = [torch.arange(targets)], torch.full((group.size, 1), targets)
+    target_ids, counts_RA = [torch.arange(targets)], torch.full((group.size, 1), targets)  # A = 1 micro-batch a rank
 
     def exchange() -> None:
         if form == "ids":

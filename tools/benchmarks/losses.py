@@ -351,6 +351,5 @@ def measure_on_gpu(loss_function: LossFunction, inputs: LossInputs) -> PassCost:
 def measure_on_cpu(loss_function: LossFunction, outputs: Tensor, targets: Tensor, table: Tensor) -> Cost:
     """Measures one pass on the CPU, in this process, which should do nothing else."""
     small = outputs[:64].detach().requires_grad_()
-    small_loss = loss_function(small, targets[:64], table[:, : small.shape[1]])
-    torch.autograd.grad(small_loss, [small])  # starts threads and loads libraries
+    torch.autograd.grad(loss_function(small, targets[:64], table), [small])  # starts threads and loads libraries
     return measure_cost(lambda: torch.autograd.grad(loss_function(outputs, targets, table), [outputs, table]))

@@ -79,8 +79,7 @@ def _collator(config: RunConfig) -> RowCollator:
     if config.masking is None or config.model.is_causal or config.masking.diffusion:
         return training_row_collator(config, [])
     row_builder = EncoderRowBuilder(config.masking, config.data.end_token, config.data.isolate_documents)
-    # which tokens each layer computes: mask tokens from `first_masked_layer` on, fewer tokens where some are dropped
-    first_masked_layer, dropping = config.masking.first_masked_layer(config.model), None
+    first_masked_layer, dropping = config.masking.first_masked_layer(config.model), None  # layers before skip masks
     if (settings := config.masking.dropping) is not None:
         dropping = TokenDropping(row_builder, settings.layers(config.model), settings.keep_share, Uniform())
     subsets = TokenSubsets(config.masking.mask_token, first_masked_layer, dropping)

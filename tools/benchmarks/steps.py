@@ -35,8 +35,7 @@ Mode = Literal["default", "compiled", "whole last block", "muon"]
 Muon for the matrices of the blocks."""
 
 VariantSpec = tuple[str, Mode]  # the objective's name, and how its steps are computed
-# Settings that both headless and vanilla objectives have, besides those of an auxiliary objective
-SHARED_SETTINGS = ("score", "temperature", "learned_temperature")
+SHARED_SETTINGS = ("score", "temperature", "learned_temperature")  # of headless and vanilla objectives
 
 
 def variant_config(config: RunConfig, objective: str, mode: Mode) -> RunConfig:
@@ -180,14 +179,13 @@ class Variant:
         return self.config.batch.global_size * self.config.data.sequence_length
 
     def peak_megabytes(self) -> float | None:
-        """Weights, moments, and the peak memory of a step beside both; None on a CPU, where a child process measures
-        it."""
+        """Weights, moments, and the peak of a step beside both; None on a CPU, where a child process measures it."""
         if self.device.type == "cpu":
             return None
         weight_bytes = (4 + 2 * self.weights.half) * sum(parameter.numel() for parameter in self.model.parameters())
-        states = self.weights.optimizer.state.values()
-        moments = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
-        return (weight_bytes + sum(moment.nbytes for moment in moments) + self.extra_bytes) / 1e6
+        moments = (value for state in self.weights.optimizer.state.values() for value in state.values())
+        moment_bytes = sum(value.nbytes for value in moments if isinstance(value, torch.Tensor))
+        return (weight_bytes + moment_bytes + self.extra_bytes) / 1e6
 
     def row(self, rate: float, peak_megabytes: float | None) -> dict[str, object]:
         """The variant's row of the table; shares are of the median step."""
@@ -263,8 +261,7 @@ def time_steps(
         """Peak memory of the first step, in a child process; None on a GPU and with compiled blocks."""
         if device.type == "cuda" or config.engine.compile is True or spec[1] == "compiled":
             return None
-        _seconds, peak_mebibytes = run_in_child(lambda: measure_cost(lambda: first_step(spec)))
-        return peak_mebibytes * 2**20 / 1e6
+        return run_in_child(lambda: measure_cost(lambda: first_step(spec)))[1] * 2**20 / 1e6  # measured in MiB
 
     memory = [peak_megabytes(spec) for spec in specs]
     variants = [Variant(config, objective, device, rows, mode) for objective, mode in specs]

@@ -5,8 +5,7 @@ permutation of the ids with cycles of 25 symbols. A text follows one cycle for 1
 last symbol never helps. From the second lap on, a model can copy the next symbol from the text; in the first lap it has
 to have learned the permutation, which has V facts.
 
-Every run reads the same number of tokens; results of an objective are those of the learning rate, of three, with which
-it learns most facts.
+Every run reads the same number of tokens; of three learning rates, that by which an objective learns most facts counts.
 """
 
 from __future__ import annotations
@@ -55,15 +54,12 @@ def _evaluate(runner: ExperimentRunner, texts: Path, cell: Cell) -> Row:
     """Final accuracy of a run: on facts (the first lap), and on all laps."""
     folder = runner.folder / cell.name
     first_lap = evaluate_checkpoint(folder, HEADS[cell.values["objective"]], dataset=str(texts / "first-lap"))
-    row = cell.values | {
-        "loss": first_lap.loss,
-        "facts known": _without_end_tokens(first_lap.accuracy, CYCLE_LENGTH - 1),
-    }
-    row |= {"right in all laps": _without_end_tokens(cell.run.validation[-1]["accuracy"], TEXT_LENGTH)}
+    row = cell.values | {"loss": first_lap.loss, "facts known": _symbol_accuracy(first_lap.accuracy, CYCLE_LENGTH - 1)}
+    row |= {"right in all laps": _symbol_accuracy(cell.run.validation[-1]["accuracy"], TEXT_LENGTH)}
     return row | asdict(measure_geometry(folder)) | {"tokens/s": tokens_per_second(cell.run)}
 
 
-def _without_end_tokens(accuracy: float, symbols: int) -> float:
+def _symbol_accuracy(accuracy: float, symbols: int) -> float:
     """Accuracy without the unpredictable end tokens, which are one target in `symbols`."""
     return accuracy * symbols / (symbols - 1)
 

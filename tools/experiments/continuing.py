@@ -22,8 +22,7 @@ DECODER_IDS = 32_768  # ids that the decoder changes to, from 8,192
 FIRST_STEPS, STEPS_AFTER, EVALUATE_EVERY = 320, 160, 10
 DECODER_HELD_OUT = 500  # one in so many documents, few enough to evaluate on all
 
-# vocabulary sizes of the vanilla models, before and after; the second is multilingual BERT's
-IDS_BEFORE, IDS_AFTER = 8_192, 119_547
+IDS_BEFORE, IDS_AFTER = 8_192, 119_547  # of the vanilla models, before and after; the second is multilingual BERT's
 BASE_STEPS = 200
 MINUTES = 4.0  # of CPU, of each continuation, unless --minutes says otherwise
 HELD_OUT = 200  # one in so many documents
@@ -60,8 +59,7 @@ def compare_revocabulary(runner: ExperimentRunner, only: Sequence[str]) -> None:
 
 
 def _recovery_row(run: RunMetrics, goal: float) -> Row:
-    """Tokens and minutes, at median speed, of the first evaluation as good as `goal`; scores of the first and last;
-    speed."""
+    """Tokens and minutes, at median speed, of the first evaluation as good as `goal`; first and last scores; speed."""
     first = next(record for record in run.validation if record["step"])
     recovered_tokens = next((record["tokens"] for record in run.validation if record["bits_per_byte"] <= goal), None)
     return {

@@ -1,7 +1,7 @@
 """Sequences of items: headless against a full softmax, tied and untied, and two models of the library RecTools.
 
-Each side (an objective, or a model of RecTools) is trained with every recipe (dropout and learning rate) on the first
-seed, and with that of best validation NDCG@10 on all seeds.
+Each side (an objective, or a model of RecTools) is trained with every recipe on the first seed, and with that of best
+validation NDCG@10 on all seeds.
 """
 
 from __future__ import annotations
@@ -123,11 +123,8 @@ def _train_rivals(runner: ExperimentRunner, table: _Table, models: Sequence[str]
         return []
     grid, plan_file, log = GRIDS["items"], runner.folder / "rivals.json", runner.folder / "rivals.log"
     plan = {"models": models, "recipes": grid["recipes"], "seeds": grid["seeds"], "prefix": str(table.prefix)}
-    plan |= {
-        "data": IndexedDataset(table.prefix).fingerprint,
-        "num_ids": table.num_ids,
-        "settings": _rival_settings(table),
-    }
+    plan |= {"num_ids": table.num_ids, "settings": _rival_settings(table)}
+    plan["data"] = IndexedDataset(table.prefix).fingerprint
     plan_file.write_text(json.dumps(plan, indent=1) + "\n")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tools")))}  # this checkout's
     with log.open("a") as output:

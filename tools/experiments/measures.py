@@ -33,8 +33,7 @@ def tokens_per_second(run: RunMetrics) -> int:
 
 
 def time_spent(run: RunMetrics, last_step: int | None = None) -> float:
-    """CPU seconds, which exclude other programs, of rank 0 in the logged steps up to `last_step`; on a GPU wall
-    seconds."""
+    """CPU seconds (without other programs) of rank 0 in the logged steps up to `last_step`; on a GPU wall seconds."""
     column, seconds = "step_seconds" if torch.cuda.is_available() else "step_cpu_seconds", 0.0
     sessions = [event["step"] for event in run.events if "session" in event]
     previous_step = int(sessions[0]) if sessions else 0  # the step of the checkpoint that the run was forked from

@@ -62,8 +62,7 @@ def compare_retrieval(runner: ExperimentRunner, only: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Trains encoders on one part of the articles; `validation_articles` selects learning rates, `test_articles` gives
-    final scores."""
+    """Trains encoders on a part of the articles; `validation_articles` selects rates, `test_articles` gives scores."""
 
     runner: ExperimentRunner
     data: Sequence[str]
@@ -75,16 +74,14 @@ class Comparison:
     def prepare(runner: ExperimentRunner) -> Comparison:
         """Splits the articles into three files, once, and tokenizes the first."""
         folder = runner.folder / "articles"
-        train, validation_articles, test_articles, pairs = (
-            folder / f"{n}.jsonl" for n in ("train", "choose", "search", "pairs")
-        )
+        train, validation, test, pairs = (folder / f"{n}.jsonl" for n in ("train", "choose", "search", "pairs"))
         with output_lock(folder):
             if not pairs.exists():
                 text = b"".join(block for block, _ in read_blocks(runner.require_text()))
                 articles = [json.loads(line) for line in text.splitlines()]
                 write_jsonl(train, (article for i, article in enumerate(articles) if i % SHARE > 1))
-                write_jsonl(validation_articles, articles[::SHARE])
-                write_jsonl(test_articles, articles[1::SHARE])
+                write_jsonl(validation, articles[::SHARE])
+                write_jsonl(test, articles[1::SHARE])
                 found = read_articles(train, None)  # `rest`: the text without its title and first sentence
                 write_jsonl(pairs, ({"query": one["title"], "positive": one["rest"]} for one in found))
         runs = replace(runner, folder=runner.folder / "runs", text=train)
@@ -92,7 +89,7 @@ class Comparison:
             data = runs.data(GRID["vocabulary"], encoder=True)
         else:
             data = runs.data_with_tokenizer(runner.tokenizer, encoder=True)
-        return Comparison(runs, data, pairs, validation_articles, test_articles)
+        return Comparison(runs, data, pairs, validation, test)
 
     def step_seconds(self, way: Way, overrides: Sequence[str]) -> float:
         """CPU time of a step."""

@@ -128,8 +128,7 @@ class ExperimentRunner:
         """Trains the runs of `GRIDS[name]`: all, or those whose name or value of an axis is in `only`. FieldError for
         another name.
 
-        `overrides`: for all runs; they name the datasets if the grid has `data: external`. `axis_values`: these instead
-        of the grid's.
+        `overrides`: for all runs; with the datasets if the grid has `data: external`. `axis_values`: replace its own.
         """
         grid, cells = GRIDS[name], []
         points = [(run_name(grid["run"].format(**one)), one, sets) for one, sets in grid_points(grid, axis_values)]
@@ -173,8 +172,7 @@ class ExperimentRunner:
         return metrics
 
     def step_seconds(self, config_name: str, name: str, *overrides: str) -> float:
-        """CPU seconds (on a GPU wall seconds) of a step of a short run `NAME-probe`, without its first two steps, which
-        are slower."""
+        """CPU seconds (on a GPU wall seconds) of a step of a short run `NAME-probe`, without its slow first two."""
         short = training_overrides(PROBE_STEPS, evaluate_samples=8, log_seconds=0)
         run = self.train(config_name, f"{name}-probe", *overrides, *short)
         seconds = (time_spent(run) - time_spent(run, 2)) / (int(run.training[-1]["step"]) - 2)
