@@ -64,7 +64,7 @@ def test_a_micro_batch_alone_has_the_loss_of_its_step(asked: dict[str, Any]) -> 
     model = build_parallel_model(config, Group(), torch.device("cpu"))
     load_weights_(model, Group(), initial_weights(config))
     model.eval()  # without dropout
-    losses = [float(model(micro)) for micro in (*step.micro_batches, micro_batch(config, objective, rows))]
+    losses = [model(micro).item() for micro in (*step.micro_batches, micro_batch(config, objective, rows))]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 

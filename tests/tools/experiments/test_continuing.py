@@ -36,7 +36,8 @@ def test_both_shapes_continue_each_way(runner: ExperimentRunner, monkeypatch: py
 def test_a_decoder_moves_to_two_vocabularies_and_each_way_is_told(
     runner: ExperimentRunner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    for name, value in {"DECODER_IDS": 400, "FIRST_STEPS": 2, "STEPS_AFTER": 2, "EVERY": 1, "FEW_HELD_OUT": 20}.items():
+    smaller = {"DECODER_IDS": 400, "FIRST_STEPS": 2, "STEPS_AFTER": 2, "EVALUATE_EVERY": 1, "DECODER_HELD_OUT": 20}
+    for name, value in smaller.items():
         monkeypatch.setattr(f"experiments.continuing.{name}", value)
     other = vocabulary(tmp_path, "sentencepiece", 420).tokenizer.path
     settings = [part for part in TINY if "training.steps" not in part]
