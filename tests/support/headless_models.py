@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ ENCODERS = {"bert", "roberta", "modernbert"}
 
 def build(name: str) -> PreTrainedModel:
     kind, config = MODELS[name]
-    model, generator = kind(config), torch.Generator().manual_seed(0)
+    model, generator = kind(deepcopy(config)), torch.Generator().manual_seed(0)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             spread = 0.2 * torch.randn(parameter.shape, generator=generator)
