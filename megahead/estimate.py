@@ -478,8 +478,7 @@ def rank_parameters(config: RunConfig) -> int:
 def _loss_bytes(plan: RunPlan, precision: str) -> float:
     """Bytes of outputs, candidate rows and their gradients, and of a chunk of scores (`losses.fused_softmax`).
 
-    In half precision the rows' gradient is in fp32. The kernel computes all scores but harmonic ones on a GPU; those of
-    a CPU in bf16 are counted alike.
+    In half precision the rows' gradient is fp32. The kernel computes all but harmonic scores; a CPU in bf16 is alike.
     """
     config, micro_size, tensor = plan.config, plan.config.batch.micro_size, plan.config.parallel.tensor
     is_half, is_linear, total = precision != "fp32", config.objective.score != "harmonic", 0.0

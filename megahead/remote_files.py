@@ -209,14 +209,16 @@ class Store:
             infos = self._call(lambda: self._files.find(self._path(folder), detail=True))
         except FileNotFoundError:
             return {}
-        return {path.removeprefix(self._root).lstrip("/"): int(info["size"] or 0) for path, info in infos.items()}
+        return {path.removeprefix(self._root).lstrip("/"): self._size(path, info) for path, info in infos.items()}
 
     def size(self, name: str) -> int:
         """Bytes of a file."""
-        size = self._call(lambda: self._files.info(self._path(name)))["size"]
-        if size is None:
-            raise RemoteError(f"`{self.url}/{name}` must have a size, but its server does not give one; download it.")
-        return int(size)
+        return self._size(name, self._call(lambda: self._files.info(self._path(name))))
+
+    def _size(self, name: str, info: Mapping[str, Any]) -> int:
+        if info["size"] is None:
+            raise RemoteError(f"`{name}` in `{self.url}` must have a size, but its server gives none; download it.")
+        return int(info["size"])
 
     def version(self, name: str) -> str:
         """An identifier that changes when the file is replaced, if the store reports a change."""

@@ -105,8 +105,9 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     def lines() -> Iterator[str]:
         try:
             yield from _lines(texts)
-        except DataError as error:  # SentencePiece would raise a RuntimeError instead
+        except DataError as error:  # SentencePiece raises a RuntimeError instead
             problems.append(error)
+            raise
 
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -130,8 +131,6 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     except RuntimeError as error:
         message = f"a vocabulary of {vocab_size} ids must fit the text, but does not ({error})."
         raise next(iter(problems), DataError(message)) from None
-    if problems:
-        raise problems[0]
     return from_sentencepiece(model.getvalue())
 
 

@@ -179,3 +179,12 @@ def test_a_write_that_was_given_up_does_not_arrive_after_what_follows(tmp_path: 
     store.write("latest", b"newer") if follows == "write" else store.remove("latest")
     time.sleep(0.5)
     assert store.read_if_exists("latest") == (b"newer" if follows == "write" else None)
+
+
+def test_a_server_that_gives_no_size_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store("memory://sizes")
+    monkeypatch.setattr(store._files, "info", lambda path: {"size": None})
+    monkeypatch.setattr(store._files, "find", lambda path, detail: {f"{path}/file": {"size": None}})
+    for ask in (store.size, store.sizes):
+        with pytest.raises(RemoteError, match="must have a size, but its server gives none"):
+            ask("file")
