@@ -68,7 +68,7 @@ BYTES_PER_TOKEN, TOKENS_PER_VOCAB_ID = 4, 100
 learned."""
 
 FEW_DOCUMENTS = 200
-"""With fewer, the end of each is held out."""
+"""With fewer documents, the end of each is held out instead of whole documents."""
 
 MIN_TEXT_BYTES = 10_000
 """With less text, the held-out part would not fill a row."""
@@ -112,7 +112,7 @@ class Plan:
         return run_flops(self.config, candidate_rows(self.config)).total * self.config.tokens_per_step()
 
     def steps(self, available_seconds: float) -> int:
-        """The steps that text and time allow, without startup, evaluations and export."""
+        """The number of steps that the text allows, and the time that startup, evaluations and export leave."""
         max_steps = MAX_EPOCHS * self.tokens / self.config.tokens_per_step()
         training_seconds = max(MIN_TRAINING_SECONDS, available_seconds - self.other_seconds(available_seconds))
         return max(1, math.ceil(min(training_seconds / self.step_seconds, max_steps)))
@@ -136,7 +136,7 @@ class Plan:
         return max(EXPORT_SECONDS, 2 * self.startup_seconds)
 
     def total_seconds(self, available_seconds: float) -> float:
-        """Time of everything after planning; more than `available_seconds` if those are too few."""
+        """Time of everything after planning; more than `available_seconds` if the plan does not fit."""
         return self.other_seconds(available_seconds) + self.steps(available_seconds) * self.step_seconds
 
     def fits(self, available_seconds: float) -> bool:
@@ -383,8 +383,8 @@ def make_tokenizer(
 
 
 def _write_datasets(found: TextSurvey, tokenizer: Path | None, vocab_size: int, folder: Path, report: Report) -> None:
-    """Writes the tokenizer, also over an existing one (a killed start may have read another text), and the datasets
-    that do not exist with this tokenizer."""
+    """Writes the tokenizer, replacing an existing one (a killed start may have read another text). Writes the datasets
+    unless they exist with this tokenizer."""
     paths, selection = [item.path for item in found.inputs], found.selection()
     chosen = tokenizer or folder / "tokenizer.json"
     if tokenizer is None:

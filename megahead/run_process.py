@@ -49,8 +49,8 @@ def pretrain(
     quiet: bool = False,
     must_stop: Callable[[], bool] | None = None,
 ) -> None:
-    """Trains, or resumes. `must_stop` is called twice a second: once it is true, the run saves and stops (unsaved
-    before training has begun). UserError if it fails; KeyboardInterrupt if Ctrl-C ended it."""
+    """Trains, or resumes. `must_stop` is called twice a second: once it is true, the run saves and stops (before
+    training has begun it only stops). UserError if it fails; KeyboardInterrupt if Ctrl-C ended it."""
     command = [sys.executable, *launcher(ranks), "-m", "megahead", "pretrain", "--config", str(config)]
     command += [word for override in overrides for word in ("--set", override)]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if quiet else {}

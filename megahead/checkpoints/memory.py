@@ -178,7 +178,7 @@ class ReplicaSource(Source):
         self.problems = list(dict.fromkeys(problem for problems in problems_by_rank for problem in problems))
         valid_files = {replica: set(files) for replica, files in self._valid_files.items()}
         valid_files_by_rank = group.all_gather_objects(valid_files)
-        self._writers: dict[str, dict[str, int]] = {}
+        self._writers: dict[str, dict[str, int]] = {}  # {replica: {file: the rank that copies it}}
         for replica in highest_step_first({replica for rank_files in valid_files_by_rank for replica in rank_files}):
             holders = [rank for rank, rank_files in enumerate(valid_files_by_rank) if replica in rank_files]
             pairs = [(name, rank) for rank in reversed(holders) for name in valid_files_by_rank[rank][replica]]
@@ -217,7 +217,7 @@ class ReplicaSource(Source):
                 f"the replica of step {manifest.step:,} in memory must be complete to be used, but {missing_files[0]} "
                 "is on none of the remaining nodes."
             )
-        yield  # after `next`: if another rank's error stops this rank here, all ranks have advanced to one replica
+        yield  # after `next`: if another rank's error ends this generator here, all ranks go on with the same replica
         return self._selected, manifest.total_bytes
 
     def write(self, partial_folder: Path) -> Iterator[None]:
@@ -301,7 +301,7 @@ DISCARD_SECONDS = 5.0
 class ReplicaWriter:
     """Writes the replicas of one session. All calls are collective over `world_group`, except for `close`.
 
-    At most two exist: the older one is removed by the next `can_start` after the newer is complete on all ranks.
+    Keeps at most two: once the newer one is complete on all ranks, the next `can_start` removes the older one.
     Creating a writer removes replicas of earlier sessions, whose state is on disk by then.
     """
 
@@ -320,8 +320,8 @@ class ReplicaWriter:
         pending = self._pending
         is_done = pending is None or pending.done()
         error = pending.exception() if pending is not None and is_done else None
-        votes = torch.tensor([not is_done, error is not None], dtype=torch.int32)
-        is_busy, has_failed = self._world_group.all_reduce_max_(votes).tolist()
+        flags = torch.tensor([not is_done, error is not None], dtype=torch.int32)
+        is_busy, has_failed = self._world_group.all_reduce_max_(flags).tolist()
         if has_failed:
             message = None if error is None else str(error) or type(error).__name__
             error_message = next(filter(None, self._world_group.all_gather_objects(message)))
@@ -334,8 +334,8 @@ class ReplicaWriter:
         return not is_busy
 
     def start(self, header: Header, snapshot: Snapshot, check: Callable[[], None]) -> None:
-        """Starts writing a replica in a thread, once `can_start` is true. `check` raises if the state must not be
-        kept."""
+        """Starts writing a replica in a thread; call it only after `can_start` returned true. `check` raises if the
+        state must not be kept."""
         self._cancelled = threading.Event()
         self._pending = submit(partial(self._write, header, snapshot, check, self._cancelled))
 

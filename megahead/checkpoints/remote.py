@@ -196,9 +196,10 @@ def retry_seconds(group: Group) -> float:
 
 
 def newer_names(remote: RemoteStorage, folder: RunFolder, newer_than: int) -> list[str]:
-    """The remote checkpoints from which the run in `folder` should resume rather than from step `newer_than`, in
-    the order to try them. These are newer ones; if the remote run rolled back past a checkpoint of this run's history,
-    all that are not in that history. Those that this run itself rolled back past (`orphaned`) are left out."""
+    """The remote checkpoints from which the run in `folder` should resume rather than from step `newer_than`, in the
+    order to try them. These are the newer ones. If the remote run rolled back past a checkpoint in the history of
+    `folder`, they are all outside of that history. Checkpoints that the run in `folder` rolled back past (`orphaned`)
+    are left out."""
     names, ancestry = history(remote), read_ancestry(folder)
     newest = manifest_if_valid(remote, names[0]) if names else None
     rolled_back = newest is not None and not {*ancestry.parents}.isdisjoint(newest.orphaned)
@@ -224,7 +225,7 @@ def read_ancestry(folder: RunFolder) -> Ancestry:
 #
 # `run-id`, the same in the run's folder and in the store, keeps two runs from removing each other's checkpoints. The
 # lease, in `session`, is the id of the session that may write. A session takes over the lease that it found when it
-# started; it ends if a third session has taken it.
+# started; it ends if another session has taken the lease since.
 
 
 class LeaseLostError(UserError):
@@ -245,8 +246,8 @@ class RemoteState:
 
 
 def read_state(remote: RemoteStorage, folder: RunFolder, resume: str) -> RemoteState:
-    """The content of the store when a session starts. CheckpointError if it belongs to another run than `folder` (or
-    than the one that `resume` continues) or is `folder`; RemoteError if it cannot be written and read."""
+    """The content of the store when a session starts. CheckpointError if it is `folder` itself, or belongs neither to
+    the run in `folder` nor to the one that `resume` continues; RemoteError if it cannot be written and read."""
     _check_writable(remote.store, folder)
     remote_id, local_id = _read_nonempty(remote.store, ID), read_if_exists(folder.run_id)
     names = remote.names()
@@ -293,7 +294,8 @@ class RemoteLease:
     def __init__(self, store: Store, folder: RunFolder, session_id: str, state: RemoteState) -> None:
         """`session_id`: as in the run's folder."""
         self._store, self._folder, self._session_id, self._remote_state = store, folder, session_id.encode(), state
-        self._is_taken = self._is_written = False
+        self._is_taken = False  # whether this session has ever written the lease
+        self._is_written = False  # whether the last `acquire` succeeded
 
     def acquire(self) -> bool:
         """Takes the lease if this session does not have it, or if the store was emptied; returns whether it did.

@@ -82,15 +82,15 @@ class ChunkSize:
 
 
 CPU_CHUNKS = ChunkSize(score_bytes=8 * 2**20, min_outputs=256, multiple=1)
-"""Small compared to the gradients, but each chunk's products run at full speed (measured on one core, 16,384 x 4,300 x
-512: the same from 2 to 32 MiB, and no slower than the three products alone; with 50,304 candidates 256 outputs are 1.7
-times as fast as 41)."""
+"""A chunk's scores are small compared to the gradients, yet its products run at full speed (measured on one core,
+16,384 x 4,300 x 512: the same from 2 to 32 MiB, and no slower than the three products alone; with 50,304 candidates 256
+outputs are 1.7 times as fast as 41)."""
 
 GPU_CHUNKS = ChunkSize(score_bytes=2 * 2**30, min_outputs=1024, multiple=128)
-"""One chunk has, in bf16 (2 bytes a score), 16,384 outputs against 50,304 ids or 65,536 against 16,384 candidates. Each
-further chunk costs its launches (0.14 to 0.25 ms of an H200's host, measured) and a pass over the rows' gradient in
-float32 (206 MB at 50,304 x 512, computed). Below 1,024 outputs that pass dominates: 8 bytes are moved for 2 n
-operations, n being the outputs. Products are tiled by 128 outputs."""
+"""In bf16 (2 bytes a score) one chunk has room for 16,384 outputs against 50,304 ids, or 65,536 against 16,384
+candidates. Each further chunk costs its launches (0.14 to 0.25 ms of an H200's host, measured) and a pass over the
+rows' gradient in float32 (206 MB at 50,304 x 512, computed). Below 1,024 outputs that pass dominates: for each element
+it moves 8 bytes, and the product of n outputs has 2 n operations. Products are tiled by 128 outputs."""
 
 
 def gpu_score_bytes(precision: str) -> int:
@@ -169,8 +169,8 @@ class ObjectiveConfig(Settings):
     """Distribution of `negatives`: the dataset's token frequencies, or uniform."""
 
     max_candidates: int | None = Field(default=None, gt=0)
-    """headless: most shared candidates, sampled by weight and reweighted without bias; an output's own target is always
-    a candidate."""
+    """headless: most shared candidates; of more a sample by weight is reweighted, so that its sum is unbiased. An
+    output's own target is always a candidate."""
 
     vanilla_weight: float = Field(default=0.0, ge=0, lt=1)
     """headless: weight of an added vanilla loss; the headless loss has 1 - this."""

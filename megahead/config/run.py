@@ -65,7 +65,7 @@ class RunConfig(Settings):
 
     @model_validator(mode="after")
     def _check_consistency(self, info: ValidationInfo) -> RunConfig:
-        if not (info.context or {}).get("saved"):
+        if not (info.context or {}).get("saved"):  # a config of a checkpoint was checked by the version that saved it
             check_consistency(self)
             for section, field, why in _unused_settings(self):
                 got = getattr(getattr(self, section), field)
@@ -112,7 +112,7 @@ class RunConfig(Settings):
 
     def sample_length(self) -> int:
         """The `sequence_length` of the run's `Samples`, which have one token more. A masked row has
-        data.sequence_length - 2 tokens of text between [CLS] and [SEP]; consecutive rows share one of them."""
+        data.sequence_length - 2 tokens of text between [CLS] and [SEP]; consecutive rows share one token of text."""
         return self.data.sequence_length - (3 if self.masking else 0)
 
     def steps_before_masking(self) -> int:
@@ -205,10 +205,10 @@ def _check_causal(config: RunConfig) -> None:
         setting = "model.is_causal" if model.is_causal else setting
         for field, value in masking.changed(*SUBSET_FIELDS).items():
             refuse(f"masking.{field}", value, f"with {setting}: nothing is masked where next tokens are learned")
-        rule = f"be one that does not follow errors at masked tokens with {setting}, by which there are none at first"
+        rule = f"be one that does not follow errors at masked tokens: with {setting} none are masked at first"
         require(not masking.is_adaptive(), "masking.strategy", rule, got=masking.strategy)
     if model.is_encoder():
-        why = "of a run whose encoder is causal at first or throughout: they are those of masked tokens"
+        why = "of a run whose encoder is causal at first or throughout: tasks need a model of masked tokens"
         refuse("tasks", config.tasks and "given", why)
     if share is not None:
         why = f"with {setting}: losses of next and of masked tokens cannot be compared"

@@ -119,8 +119,8 @@ class CausalCollator(RowCollator):
         A document begins after each end token (which belongs to the document that it closes), and where
         `document_starts` (bool [B, T+1]) is true. With `isolate_documents` positions restart there. Without
         `boundary_targets` the last token of a document has no target (the next token belongs to another document).
-        Negative tokens are padding: they are read as end tokens, each as a document of its own, have no targets and are
-        no targets.
+        Negative tokens are padding: each is read as an end token, is a document of its own, has no target, and is no
+        target.
         """
         padding_BT, targets = token_ids[:, :-1] < 0, token_ids[:, 1:].reshape(-1)
         inputs_BT = np.where(padding_BT, self.data.end_token, token_ids[:, :-1])

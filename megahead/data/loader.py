@@ -204,7 +204,7 @@ def training_collator(
     steps_before_masking: int = 0,
 ) -> RowCollator:
     """The collator of the training samples of a run, or of a phase. `steps_before_masking`: steps of the run before the
-    first that masks.
+    first masked one.
 
     ConfigError if `datasets` lack the token counts that the strategy needs, or have a decoder's mask token in their
     text. Some strategies read the text to count bigrams; `target_error_counts` is for those that adapt.

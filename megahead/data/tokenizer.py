@@ -27,7 +27,7 @@ SEGMENT_CHARACTERS = 1 << 20
 """Approximate characters of a segment."""
 
 CONTEXT_CHARACTERS = 256
-"""Characters on either side of a cut that are tokenized with and without it."""
+"""Characters on either side of a cut, whose ids with and without the cut are compared."""
 
 SEARCH_CHARACTERS = 1 << 16
 """Characters that are searched for a cut; if there is none, the rest stays whole."""
@@ -306,9 +306,8 @@ PROBES = (
 
 
 def is_sentencepiece(path: Path) -> bool:
-    """Whether the file is named `.model`, or begins like one: with protobuf field 1 (a piece), which begins with
-    field 1 (its spelling). Runs of
-    earlier versions have such a file as their `tokenizer.json`."""
+    """Whether the file is named `.model`, or begins like one: with a piece (protobuf field 1), which begins with its
+    spelling (field 1). Runs of earlier versions have such a file as their `tokenizer.json`."""
     if path.suffix == ".model":
         return True
     with path.open("rb") as file:

@@ -99,8 +99,8 @@ def read_tuning_data(path: Path) -> tuple[list[Example], SearchData]:
 
 
 def _held_out_queries(pairs: Sequence[Example]) -> set[str]:
-    """At most a tenth of the queries. Takes each group of `_group_queries`, in order, that keeps the held-out ones at a
-    tenth of the queries so far or below."""
+    """At most a tenth of the queries. Goes through the groups of `_group_queries` in order, and takes each with which
+    at most a tenth of the queries so far are held out."""
     held_out, num_queries = set[str](), 0
     for queries in _group_queries(pairs):
         num_queries += len(queries)
@@ -126,7 +126,8 @@ def _group_queries(pairs: Sequence[Example]) -> Iterable[set[str]]:
 
 
 def _judge_pairs(pairs: Sequence[Example]) -> SearchData:
-    """Equal texts are one query, or one text of the corpus; a text that answers its query anywhere is no negative."""
+    """Merges equal queries, and equal texts of the corpus. A text that answers a query in any pair is no negative of
+    it."""
     texts = dict.fromkeys(text or "" for pair in pairs for text in pair.second_texts)
     ids = {text: f"d{index}" for index, text in enumerate(texts)}
     query_ids = {text: f"q{index}" for index, text in enumerate(dict.fromkeys(pair.first_text for pair in pairs))}

@@ -146,8 +146,8 @@ def outputs_selected(model: Any, row_O: Tensor, position_O: Tensor) -> Iterator[
 
 
 def load_tokenizer_folder(folder: Path) -> Any:
-    """Returns the tokenizer in `folder`, without BPE dropout. It has a padding token if there is one or an end token,
-    and for an encoder the special tokens that the folder's other files name. CheckpointError without a
+    """Returns the tokenizer in `folder`, without BPE dropout. It has a padding token, unless the folder has neither one
+    nor an end token. An encoder's has the special tokens that the folder's other files name. CheckpointError without a
     tokenizer.json."""
     file = require_tokenizer(folder / "tokenizer.json", folder)
     with _read_by_transformers(folder):
@@ -164,7 +164,7 @@ def load_tokenizer_folder(folder: Path) -> Any:
 
 def _padding_token(tokenizer: Any, hf_config: Mapping[str, Any]) -> str | None:
     """Returns the padding token: in a RoBERTa by its position offset; else the tokenizer's, by its name or spelling;
-    else its end token. No text contains that, so a classifier finds the last token before the padding."""
+    else its end token. No text contains this token, so a classifier finds the last token before the padding."""
     if hf_config.get("model_type") in WITH_POSITION_OFFSET:
         token: str | None = tokenizer.convert_ids_to_tokens(position_offset(hf_config) - 1)
         return token
@@ -230,8 +230,8 @@ def _load_with_report(
 
 @contextmanager
 def _read_by_transformers(folder: Path) -> Iterator[None]:
-    """In the block, transformers is silent, and errors are a CheckpointError: libraries raise all types of them for a
-    file that is cut short or of another kind."""
+    """In the block, transformers is silent, and every error becomes a CheckpointError: libraries raise errors of all
+    types for a file that is cut short or of another kind."""
     try:
         with _quiet():
             yield

@@ -65,8 +65,8 @@ class HFSettings:
 
     @staticmethod
     def from_run(run: RunFolder) -> HFSettings | None:
-        """Reads a run's copy of the files of the folder that it started from; None if it started from none, or an
-        earlier version made it. CheckpointError for a damaged file."""
+        """Reads a run's copy of the files of the Hugging Face folder that it started from. None if the run started from
+        none, or is of an earlier version. CheckpointError for a damaged file."""
         if not run.source_hf_files.is_file():
             return None
         try:

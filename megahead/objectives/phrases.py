@@ -1,8 +1,8 @@
 """Phrases as candidates (NPM: Min et al. 2023, arXiv 2212.01349): contrasts the ends (first and last tokens) of masked
 phrases with tokens of other rows; the same phrase's ends are positives.
 
-B rows, T tokens per row, M = B T tokens, S phrases, P pairs of tokens, Q ends of phrases, K candidate tokens, R the
-largest number of positives of an end, D features. Token indices are into the flattened rows.
+B rows, T tokens per row, M = B T tokens, L lengths of phrases, S phrases, P pairs of tokens, Q ends of phrases, K
+candidate tokens, R the largest number of positives of an end, D features. Token indices are into the flattened rows.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ def phrase_sums(
 
 
 # A phrase is an n-gram without special tokens, in one document, that another row of its *group* (`group_samples`
-# consecutive samples) also contains. Groups are parts of micro-batches, so that phrases depend only on their samples.
+# consecutive samples) also contains. Groups are parts of micro-batches, so that a group's phrases depend only on its
+# samples.
 
 
 class MaskedPhrases(NamedTuple):
@@ -187,7 +188,7 @@ class PhraseCollator(RowCollator):
 
 @dataclass(frozen=True)
 class _PhraseStrategy(Strategy):
-    """Phrases as masking units with a share of each row's weight; the units of `strategy` between them."""
+    """Masks phrases as units, which share a part of each row's weight; between them are the units of `strategy`."""
 
     strategy: Strategy
     phrases: SharedPhrases

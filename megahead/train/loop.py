@@ -265,7 +265,7 @@ def _save_is_due(run: Training) -> bool:
 
 
 def _evaluate_and_save_if_due(run: Training) -> None:
-    """Evaluates and saves what is due after an applied step; the last one is evaluated before it is saved. After a
+    """Evaluates and saves what is due after an applied step; the last step is evaluated before it is saved. After a
     signal tasks are left to the next session."""
     step, training, tasks = run.state.step, run.config.training, run.tasks
     if step >= run.end_step or step % training.evaluate_every == 0:

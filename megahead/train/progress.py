@@ -166,7 +166,7 @@ class TrainingState:
         self.roll_back_to(checkpoint, group)
 
     def roll_back_to(self, checkpoint: Checkpoint, group: Group) -> None:
-        """Restores the training counters from `checkpoint`; does not change the data counters."""
+        """Restores the target counts and _RESTORED_COUNTERS from `checkpoint`; keeps _KEPT_COUNTERS as they are."""
         self._restore_counters(_RESTORED_COUNTERS, checkpoint)
         self.target_samples = target_samples(checkpoint)
         counts = checkpoint.read("state/target_counts")
@@ -245,14 +245,13 @@ class RunHistory:
         return checkpoint.folder.parent.resolve() == self.root.resolve()
 
     def last_common_step(self) -> int:
-        """The step of the newest ancestor of the weights that is also the newest checkpoint on disk or one of its
-        ancestors; log records up to it are valid."""
+        """The step of the newest checkpoint that is in the history of both the weights and the disk; log records up to
+        it are valid."""
         names = history(DiskStorage(self.root))
         return max((step_of(name) for name in names if is_ancestor(name, self.ancestry.parents)), default=0)
 
     def orphaned_by_next_save(self) -> list[str]:
-        """Names of the newest checkpoint on disk and its ancestors, as far as they are not ancestors of the weights:
-        the next save makes them orphans."""
+        """Names in the history of the disk that are not ancestors of the weights: the next save makes them orphans."""
         return [name for name in history(DiskStorage(self.root)) if not is_ancestor(name, self.ancestry.parents)]
 
     def folders(self) -> list[Path]:

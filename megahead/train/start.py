@@ -50,7 +50,7 @@ class ResumePoint:
     """A sentence for each newer but damaged checkpoint."""
 
     recovered: Sequence[RecoveryResult] = ()
-    """Newer checkpoints from memory or the remote store; `checkpoint` is the last usable one."""
+    """What was found in memory or the remote store; `checkpoint` is the last of these that is usable, if any."""
 
     @property
     def step(self) -> int:
@@ -207,7 +207,8 @@ def starting_weights(config: RunConfig, world_group: Group, resumed: Checkpoint 
     """
     init, shapes = config.init, weight_shapes(config)
     if resumed is not None:
-        # `late/`: rows without pending updates (see checkpoints/reading.py); Progress.resume_from restores the rest
+        # `late/weight`: a sharded embedding's rows, to which updates are still to be applied (see
+        # checkpoints/reading.py); Progress.resume_from restores the optimizer
         return _checkpoint_weights(resumed, shapes, prefix="late/weight", optional=(HEAD, OUTPUT_BIAS))
     if init is None:
         return initial_weights(config)

@@ -240,13 +240,13 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         BERT | {"masking": MASKS | {"strategy": "hardest"}, "objective.schedule": {"causal_share": 0.5}},
-        "`masking.strategy` must be one that does not follow errors at masked tokens with objective.schedule.causal_share, by which there are none at first, but is hardest instead.",
+        "`masking.strategy` must be one that does not follow errors at masked tokens: with objective.schedule.causal_share none are masked at first, but is hardest instead.",
     ),
     (
         BERT
         | {"masking": MASKS, "objective.schedule": {"causal_share": 0.5}, "data.tokenizer": "t.json"}
         | {"tasks": {"names": ["blimp"], "data": "data", "every": 5}},
-        "`tasks` must be left out of a run whose encoder is causal at first or throughout: they are those of masked tokens, but is given instead.",
+        "`tasks` must be left out of a run whose encoder is causal at first or throughout: tasks need a model of masked tokens, but is given instead.",
     ),
     (
         BERT | {"masking": MASKS, "objective.schedule": {"causal_share": 0.5}, "training.keep_best": 1},

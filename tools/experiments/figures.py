@@ -61,10 +61,10 @@ def _time_batch(runner: ExperimentRunner, size: str, length: int, batch: int) ->
 def compare_decoders(runner: ExperimentRunner, only: Sequence[str]) -> None:
     """A small decoder, headless and vanilla, on the same tokens, with every seed (`only`: seeds).
 
-    During training, against tokens and seconds: held-out perplexity with the training-free heads (tied, pmi) and the
-    vanilla one, and with a head trained for more and more steps. At the end, over seeds: the same, with a head
-    fine-tuned for an eighth of the training. With --tasks-data: LAMBADA during training, and tasks of the harness at
-    the end, beside an untrained model.
+    Charts held-out perplexity during training against tokens and seconds, with the training-free heads (tied, pmi), the
+    vanilla one, and a head trained for more and more steps. Tabulates the same at the end, as means over seeds, with a
+    head fine-tuned for an eighth of the training. With --tasks-data also scores LAMBADA during training, and tasks of
+    the harness at the end, beside an untrained model.
     """
     (seeds,) = select_names(only, GRIDS["decoders"]["axes"]["seed"]["values"])
     cells = runner.grid("decoders", seed=seeds)

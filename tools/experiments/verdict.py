@@ -35,7 +35,7 @@ class Part:
 
     shape: Sequence[str]
     budgets: Mapping[int, Sequence[int]]  # by seed; multiples of 5, so that decays start at a unit
-    # By budget: final shares of the time in which a headless run switches to a full softmax
+    # By budget: shares of the time, at its end, in which a run that began headless trains a full softmax
     switches: Mapping[int, Sequence[float]] = field(default_factory=dict)
     kinds: Sequence[str] = ("headless", "vanilla")
     unit: int = 128  # headless steps
@@ -119,8 +119,8 @@ class RunPlanner:
         return self._branch_off(PlannedRun("switched", run, budget, "headless", steps, decay, vanilla_steps))
 
     def _branch_off(self, planned: PlannedRun) -> PlannedRun:
-        """Branches off the trunk at its last checkpoint before the learning rate or objective of either changes, unless
-        the trunk's warm-up would be most of the run."""
+        """Branches off the trunk at the last checkpoint before the learning rate or objective of trunk or branch
+        changes, unless the trunk's warm-up would be over half of the run."""
         unit, stable_units = self.units[planned.objective], self._longest - round(self._part.decay * self._longest)
         shared_steps = planned.steps - max(planned.decay_steps, planned.vanilla_steps)
         fork = min(shared_steps // unit, stable_units) * unit
@@ -129,7 +129,7 @@ class RunPlanner:
 
 
 PROBE_STEPS = 60
-# Of probes: settings that do not affect a step's cost are fixed, whatever a search found
+# Probes fix the settings that do not affect a step's cost, whatever a search found
 PROBE_OVERRIDES = (
     *("schedule.name=cosine", "schedule.decay_steps=null", "schedule.warmup_steps=1"),
     *("optimizer.learning_rate=1e-3", "optimizer.table.learning_rate_ratio=1", "model.init_embedding_std=0.02"),
@@ -149,7 +149,7 @@ class Comparison:
     name: str
     part: Part
     seed: int
-    title: str  # of the files of task results
+    title: str  # prefix of the files of task results
 
     def points(self, kinds: Sequence[str]) -> list[Row]:
         """Trains the runs; returns a row for each evaluation of each."""
