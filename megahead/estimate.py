@@ -65,13 +65,14 @@ class ParameterCounts:
 
     body: int
     """Blocks and final norm: Pythia's "non-embedding parameters", L (4 D^2 + 2 D F + F + 9 D) + 2 D; in a Llama L (2 D
-    A + 2 D K + 3 D F + 2 D) + D. A BERT has the embedding's norm, positions and types instead of the final norm; a
-    ModernBERT the embedding's norm instead of the first block's. A GPT-2 also has positions, a Gemma 3 twice the
-    norms."""
+    A + 2 D K + 3 D F + 2 D) + D. A BERT has no final norm, but an embedding norm, positions and token types. A
+    ModernBERT has an embedding norm, and no attention norm in the first block. A GPT-2 also has positions. A Gemma 3
+    has twice as many norms."""
 
     head: int
-    """V D for an untied vanilla head, or the candidates' own table; D^2 + 3 D + V for a BERT's transform and bias,
-    D^2 + D + V for a ModernBERT's; V for a bias alone; 1 for a learned temperature; those of an auxiliary objective."""
+    """The sum of: V D for an untied vanilla head, or the candidates' own table; D^2 + 3 D + V for a BERT's transform
+    and bias, D^2 + D + V for a ModernBERT's; V for a bias alone; 1 for a learned temperature; the parameters of an
+    auxiliary objective, except a generator's."""
 
     generator: int = 0
     """Blocks, norms and positions of an ELECTRA-style generator, which shares the embedding."""
@@ -177,10 +178,11 @@ def activation_bytes(config: RunConfig, element_size: int) -> float:
     """Bytes saved for the backward pass, with `element_size` bytes per element.
 
     Per token a block saves its input, two normed inputs and (7 D + 2 F) / t elements. With activation checkpointing
-    each block saves only its input, and the one being recomputed everything; `selective` also saves 2 D + (4 D + F) / t
-    outputs of matmuls and attention. A Llama's block saves four inputs and (3 A + 2 K + 4 F) / t, A + K more with QK
-    norms, and selectively 2 D + (2 A + 2 K + 2 F) / t; on a CPU its norms save their outputs twice. A Gemma 3's saves
-    two inputs more. Sequence parallelism also divides inputs by t, but gathers those of one layer at a time.
+    each block saves only its input, but the block being recomputed saves everything; `selective` also saves the 2 D +
+    (4 D + F) / t outputs of matmuls and attention. A Llama's block saves four inputs (plain and normed) and (3 A + 2 K
+    + 4 F) / t elements, with QK norms another A + K; `selective` saves 2 D + (2 A + 2 K + 2 F) / t. On a CPU a Llama's
+    norms save their outputs twice. A Gemma 3's block saves two more inputs. Sequence parallelism also divides inputs by
+    t, but gathers those of one layer at a time.
     """
     model, tensor = config.model_in_training(), config.parallel.tensor
     tokens = config.batch.micro_size * config.data.sequence_length
@@ -242,9 +244,9 @@ def training_flops(
 
     `candidate_rows`: the padded vocabulary for a vanilla softmax, the unique targets of a group for a headless one.
     `context`: mean number of tokens, itself included, that a token attends to in a global layer; by default that of
-    rows with one document: (T + 1) / 2 if causal, else T. `targets`: those of a row, by default all T; a bidirectional
-    encoder's last block computes only keys and values of other tokens. Its transform is not counted. `subsets`: layers
-    of an encoder that compute only a share of the tokens.
+    rows with one document: (T + 1) / 2 if causal, else T. `targets`: targets of a row, by default all T; for tokens
+    without a target a bidirectional encoder's last block computes only keys and values. The transform before an
+    encoder's head is not counted. `subsets`: layers of an encoder that compute only a share of the tokens.
     """
     hidden, layers = config.hidden_size, config.num_layers
     attention, mlp = attention_matrices(config), mlp_matrices(config)
@@ -272,8 +274,8 @@ def training_flops(
 
 
 def run_flops(config: RunConfig, candidate_rows: int, data_ranks: int = 1) -> FlopsPerToken:
-    """Operations per token of a run with `candidate_rows` candidates, those of a generator included. Comparisons of an
-    auxiliary objective are not counted if their number depends on the text. `data_ranks`: data-parallel ranks."""
+    """Operations per token of a run with `candidate_rows` candidates, a generator's included. Products of an auxiliary
+    objective whose number depends on the text (phrases) are not counted. `data_ranks`: data-parallel ranks."""
     length, targets = config.data.sequence_length, config.targets_per_row()
     auxiliary = config.objective.auxiliary_or_empty()
     model, generator = config.model_in_training(), config.generator_config()
@@ -300,7 +302,7 @@ def _head_flops(config: RunConfig, candidate_rows: int, data_ranks: int) -> floa
     products_per_token = share * (products * candidate_rows + sampled + vanilla)
     targets, candidates = _auxiliary_targets(config, candidate_rows, data_ranks)
     products_per_token += targets / config.data.sequence_length * (3 * candidates + vanilla)
-    if auxiliary.has_bag_of_words():  # backward: of the largest scores alone
+    if auxiliary.has_bag_of_words():  # forward only: the backward pass needs just the largest scores
         products_per_token += candidates + vanilla / 3
     return 2 * config.model.hidden_size * products_per_token
 
@@ -351,8 +353,8 @@ class RankMemory:
     """A sharded embedding: the rank's rows and their moments, and the rows that a step fetches."""
 
     graphs: float = 0.0
-    """What CUDA graphs keep in a pool of their own: activations and the loss once more, since evaluations and
-    micro-batches of other shapes run beside them, and weights or gradients in half precision."""
+    """The memory pool of CUDA graphs: activations and the loss a second time, since evaluations and micro-batches of
+    other shapes run outside of the graphs, and weights or gradients in half precision."""
 
     host: float = 0.0
     """Bytes offloaded to the host's memory; not in the total."""
@@ -409,7 +411,7 @@ def _muon_parameters(config: RunConfig) -> float:
 def _zero_bytes(plan: RunPlan, stage: int, precision: str) -> tuple[float, float, float, float]:
     """Bytes of weights, gradients, optimizer and buffers at the peak.
 
-    Of buffers that never coexist only the larger is counted; buckets are counted in full.
+    Where two buffers never exist at the same time, the larger one is counted. Buckets are counted in full.
     """
     parameters, zero = rank_parameters(plan.config), plan.zero
     share, element_size = parameters / plan.data_ranks, 4 if precision == "fp32" else 2
@@ -478,7 +480,8 @@ def rank_parameters(config: RunConfig) -> int:
 def _loss_bytes(plan: RunPlan, precision: str) -> float:
     """Bytes of outputs, candidate rows and their gradients, and of a chunk of scores (`losses.fused_softmax`).
 
-    In half precision the rows' gradient is fp32. The kernel computes all but harmonic scores; a CPU in bf16 is alike.
+    In half precision the rows' gradient is fp32. On GPUs a kernel computes all scores but harmonic ones. A CPU in half
+    precision has the chunks of the kernel.
     """
     config, micro_size, tensor = plan.config, plan.config.batch.micro_size, plan.config.parallel.tensor
     is_half, is_linear, total = precision != "fp32", config.objective.score != "harmonic", 0.0

@@ -30,7 +30,8 @@ class GroupOptions(NamedTuple):
     """Its learning rate over the optimizer's."""
 
     is_muon: bool = False
-    """Whether Muon updates it, not AdamW. Not `use_muon`: DeepSpeed reads that key for its own Muon."""
+    """Whether Muon updates it, not AdamW. Its name is not `use_muon`, a key that
+    DeepSpeed reads for its own Muon."""
 
     qkv_head_size: int | None = None
     """For Muon: the head size of a fused QKV projection."""
@@ -184,7 +185,7 @@ def orthogonalize(matrix: Tensor, qkv_head_size: int | None = None) -> Tensor:
 
 def _newton_schulz(matrices: Tensor) -> Tensor:
     """Newton-Schulz iteration in bf16 on one matrix or a batch; singular values end between 0.7 and 1.2. Where bf16 is
-    slow, products are in fp32 and rounded to bf16 (docs/optimizer.md): the same but for the order of sums."""
+    slow, products are computed in fp32 and rounded to bf16 (docs/optimizer.md); only the order of sums differs."""
     a, b, c = _COEFFICIENTS
     add_product: Callable[..., Tensor] = torch.addmm if matrices.ndim == 2 else torch.baddbmm
     dtype = torch.bfloat16 if has_fast_bf16(matrices.device) else torch.float32

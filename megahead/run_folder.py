@@ -63,7 +63,8 @@ class RunFolder:
     """The copy of a SentencePiece `.model`; in older runs it is `tokenizer.json`."""
 
     model = _File("model.yaml")
-    """The `model` section of a config, in folders of `convert`, from which a run starts."""
+    """In folders that `convert` wrote: the `model` section (an encoder's special tokens, too) for the config of a run
+    that starts from them."""
 
     source_hf_files = _File("published.zip")
     """The files other than weights of the Hugging Face folder that the run started from, see `hf/settings.py`."""

@@ -1,7 +1,7 @@
 """Times steps of ranks behind slow links, by embedding and ZeRO stage, and counts the bytes that each rank sends.
 
-sudo OMP_NUM_THREADS=1 tools/bench_link.py --ranks 2,4 --vocabulary 1048576 --megabits 1000
-sudo OMP_NUM_THREADS=1 tools/bench_link.py --ways dense:0,dense:1,dense:2,dense:3 --negatives --vocabulary 32768
+sudo OMP_NUM_THREADS=1 python tools/bench_link.py --ranks 2,4 --vocabulary 1048576 --megabits 1000
+sudo OMP_NUM_THREADS=1 python tools/bench_link.py --ways dense:0,dense:1,dense:2,dense:3 --negatives --vocabulary 32768
 
 Each rank is a process of one thread in its own network namespace, whose link is limited to so many megabits a second in
 each direction (needs root, and iproute2's ip and tc). MB sent: a step's bytes from the rank that sends most, all

@@ -5,8 +5,8 @@ python tools/bench_loss.py --device cuda --precision bf16 --sizes 4096,16384,655
 
 Each takes outputs [N, D], targets [N] and the embedding table [V, D], and computes the gradients of outputs and table.
 They are measured in turn (A B C D A B C D ...), so that noise affects all alike; on a CPU each in a newly forked
-process, so that no memory is shared. On CUDA candidates are chosen and looked up before, as in a training step:
-headless losses take the candidates' rows. Many passes in a row are timed by CUDA events, without synchronization
+process, so that no memory is shared. On CUDA candidates are chosen and looked up beforehand, as in a training step:
+headless losses take their rows. Many passes in a row are timed by CUDA events, without synchronization
 between them; `host s` is the host's time to launch one. Liger's fused linear cross-entropy and Apple's
 cut-cross-entropy join where installed. Errors against float64 follow. Without --data, targets are Zipf-distributed.
 """

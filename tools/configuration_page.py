@@ -90,7 +90,7 @@ def _describe_type(info: Schema) -> str:
 
 
 def _describe_range(info: Schema) -> str:
-    """Both bounds as an interval, a single one behind its sign."""
+    """Two bounds as an interval, a single one after its sign."""
     bounds = {bound: _format_number(info[bound]) for bound in BOUNDS if bound in info}
     if len(bounds) == 2:
         (low, least), (high, most) = bounds.items()

@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="less text, fewer steps")
     parser.add_argument("--model", choices=MODELS, default="pythia", help="the decoder's shape (default: pythia)")
     parser.add_argument("--with-vanilla", action="store_true", help="also train it with a softmax for the same time")
-    folder_help = f"where all goes (default: {FULL.folder}, or {QUICK.folder}; of another model {FULL.folder}-MODEL)"
+    folder_help = f"where all files go (default: {FULL.folder}, or {QUICK.folder}; another model: {FULL.folder}-MODEL)"
     parser.add_argument("--folder", type=Path, metavar="DIR", help=folder_help)
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override a setting of every run")
     arguments = parser.parse_args()

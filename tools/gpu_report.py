@@ -7,7 +7,7 @@ python tools/gpu_report.py --dry                               tiny, on the CPU,
 
 Parts run by priority: what a launch costs the host; whole steps of the engine, headless against vanilla, of three
 models and vocabularies, and with single settings changed; the loss beside third-party kernels; steps
-without an engine, plain and compiled; DeepSpeed's overhead; host waits; profiles of steps; with a text (of at most
+without an engine, plain and compiled; DeepSpeed's overhead; waits for GPUs; step profiles; with a text (of at most
 50,277 ids) real trainings of 70 M parameters with 50,277 and 131,072 ids, of 80 M tokens each at 25 % MFU of an H100,
 which also share the spare time; more steps and waits; and the tests that need a GPU. Each is a separate process with a
 time limit.
@@ -172,7 +172,7 @@ class Text:
 
 NEEDS_TEXT = "a text must be given for it by --dataset, but is not."
 PREFIX, WHOLE_STEP_PREFIX = "train-", "whole-"  # of names of parts
-TOKENS, TRAINING_MFU = 80_000_000, 0.25  # assumed, so that TOKENS fit into the seconds of a training
+TOKENS, TRAINING_MFU = 80_000_000, 0.25  # the MFU is assumed: TOKENS fit into a training's seconds
 PLAN: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 FULL, DRY = PLAN["full"], PLAN["dry"]
 

@@ -5,7 +5,7 @@
     .step-00001000-3f2a91.partial   being written or removed; left by a crash, it is useless
 
 Earlier versions wrote `step-00001000`, renamed it to `step-00001000.replaced` while they replaced it, and renamed
-orphaned ones to `abandoned-step-00001000`, which is found only by this name.
+orphaned ones to `abandoned-step-00001000`, found only under this name.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class DiskStorage(Storage):
         write_atomically(self.root / "latest", latest.text())
 
     def remove(self, name: str) -> None:
-        """Removes a checkpoint; renames it first, so that no partial folder has its name. NFS keeps a file while
-        another process reads it: the next save removes such files."""
+        """Removes a checkpoint; renames it first, so that no partial folder has its name. Files that
+        another process reads stay on NFS until the next save removes them."""
         partial_folder = self.partial_folder(name)
         (self.root / name).rename(partial_folder)
         shutil.rmtree(partial_folder, ignore_errors=True)
@@ -252,7 +252,7 @@ def copy_newest_valid(
 def describe_write_error(error: Exception, partial_folder: Path, num_bytes: int) -> str:
     """The message of an error in writing a checkpoint of `num_bytes` bytes."""
     root = partial_folder.parent
-    if not _is_full(error):  # for a full disk the message below gives the missing bytes, which a WriteError's does not
+    if not _is_full(error):  # a full disk's message, below, gives the missing bytes, unlike a WriteError's
         message = f"`{root}` must take a checkpoint, but cannot ({error}); older checkpoints are unharmed."
         return str(error) if isinstance(error, UserError) else message
     available = shutil.disk_usage(root).free + sum(map(_file_size, partial_folder.glob("*")))

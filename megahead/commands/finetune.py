@@ -52,7 +52,7 @@ WAIT_SECONDS = 600.0
 
 
 def main() -> None:
-    """Runs the command; on several ranks an error exits immediately, since threads may wait for others."""
+    """Runs the command; on several ranks an error exits immediately: threads may wait for other ranks."""
     if os.environ.get("WORLD_SIZE", "1") == "1":
         run()
     else:

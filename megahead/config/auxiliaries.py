@@ -55,7 +55,8 @@ class MultiTokenConfig(AuxiliarySettings):
         require(self.heads < length, f"{section}.heads", f"be below data.sequence_length ({length})", got=self.heads)
 
     def targets_per_row(self, sequence_length: int) -> int:
-        """All tokens of the row for each head: those without a target in their document are computed, too."""
+        """All tokens of the row for each head: outputs are also computed where the document has no target that far
+        ahead."""
         return self.heads * sequence_length
 
     def head_blocks(self, model: ModelConfig) -> ModelConfig:
@@ -235,8 +236,8 @@ class ReplacedTokensConfig(AuxiliarySettings):
         return f"learned by a generator of {layers}{candidates}, whose tokens the model finds (weight {self.weight:g})"
 
     def means(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Detection loss per token, share of replaced tokens, and the recall of replaced (`found`) and of original
-        (`kept`) tokens; 0 if there are none."""
+        """Detection loss per classified token, share of replaced tokens, and the recall of replaced tokens (`found`)
+        and original tokens (`kept`), 0 without such tokens."""
         classified, replaced = sums["classified"], sums["replaced"]
         return {
             "loss": sums["loss"] / max(classified, 1),

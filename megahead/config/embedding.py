@@ -94,7 +94,8 @@ def describe_embedding(config: RunConfig, ranks: int) -> list[tuple[str, str]]:
 
 
 def dense_embedding_lr_ratio(config: RunConfig) -> float:
-    """Learning rate of a dense embedding over that of other weights; 1 if sharded (see `describe_embedding`)."""
+    """Learning rate of a dense embedding over that of other weights; 1 for a sharded one, whose ratio
+    `describe_embedding` prints."""
     return 1.0 if shards_embedding(config) else config.optimizer.table.learning_rate_ratio
 
 

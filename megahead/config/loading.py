@@ -38,7 +38,7 @@ class _Loader(yaml.SafeLoader):
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             return super().construct_object(node, deep)
-        except (ValueError, AttributeError) as error:  # of a number without digits (`0x_`), or with thousands of them
+        except (ValueError, AttributeError) as error:  # a number without digits (`0x_`), or with thousands
             problem = f"{str(node.value)[:40]!r} cannot be read ({error})"
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
 
@@ -310,7 +310,7 @@ def _prefixes(data: Mapping[str, Any]) -> list[str]:
 
 
 def _common_value(setting: str, values: Mapping[str, Any]) -> Any:
-    """The datasets' common value; for tokenizers the first, since a run compares them at its start."""
+    """The datasets' common value; for tokenizers the first: a run compares them at its start."""
     (first, value), *others = values.items()
     for prefix, other in others if setting != "data.tokenizer" else ():
         got, hint = f"{value} in {first} and {other} in {prefix}", "tokenize their text with one tokenizer"

@@ -36,7 +36,8 @@ _NOT_WITH_DIFFUSION = (
     *("rate", "final_rate", "rate_course", "count", "mask_share", "random_share", "noise_share"),
     *SUBSET_FIELDS,
 )
-"""Fields that are refused with diffusion, which determines them."""
+"""Fields that are refused with diffusion, which sets the shares itself and has no layers that compute only some
+tokens."""
 
 _DIFFUSION_STRATEGIES = ("uniform", "frequency", "informative", "weights")
 """Strategies for diffusion: they mask single tokens, and do not change during a run."""
@@ -198,8 +199,8 @@ class MaskingConfig(Settings):
         require(has_target, "data.sequence_length", rule, got=length, hint="set at least 6")
 
     def max_unit_length(self, length: int) -> int:
-        """Limit on the tokens of a unit masked together in rows of `length` tokens; a unit with more tokens than a row
-        has targets would never be masked."""
+        """Largest number of tokens of a unit (tokens masked together) in rows of `length` tokens: with a fixed count a
+        unit with more tokens than a row has targets would never be masked."""
         rate = self.rate if self.final_rate is None else min(self.rate, self.final_rate)
         targets = self.longest_span if self.count == "bernoulli" else round(rate * (length - 2))
         return max(min(self.longest_span, targets), 1)

@@ -360,7 +360,7 @@ class ModelConfig(Settings):
         return self.num_key_heads or self.num_heads
 
     def query_scalar(self) -> int:
-        """The square of what attention's scores are divided by."""
+        """The square of the divisor of attention's scores."""
         return self.query_pre_attn_scalar or self.head_size()
 
     def has_gated_mlp(self) -> bool:

@@ -106,8 +106,9 @@ def communication_settings(zero: Mapping[str, Any], device: str, precision: str,
     stage = zero.get("stage", 0)
     section: dict[str, Any] = {"reduce_bucket_size": _CUDA_BUCKET if device == "cuda" else _CPU_BUCKET}
     if stage in (1, 2):  # at stage 3 DeepSpeed overlaps communication by default
-        # `reduce_scatter: true` scatters nothing: it flattens, all-reduces, and copies back. On CUDA reduction overlaps
-        # with the backward pass, from separate buffers: without those buffers each bucket waits for the device
+        # `reduce_scatter: true` flattens, all-reduces and copies back; it does not scatter. On CUDA gradients are
+        # reduced during the backward pass, from separate buffers; without these the host waits for the device at each
+        # bucket
         section |= {"overlap_comm": True} if device == "cuda" else {}
         section |= {"contiguous_gradients": device == "cuda", "reduce_scatter": False}
     settings: dict[str, Any] = {"zero_optimization": section}
@@ -387,8 +388,8 @@ class RunPlan:
         """Plans `config` on `ranks` ranks. ConfigError if it cannot be split over them or contradicts DeepSpeed's
         settings; UserError if DeepSpeed's file cannot be read.
 
-        `device`: cpu or cuda; by default `engine.device`, with `auto` as cuda, since most plans for other machines are
-        for GPUs.
+        `device`: cpu or cuda; by default `engine.device`; `auto` counts as cuda, since most plans for other machines
+        are for GPUs.
         """
         data_ranks = config.parallel.data_ranks(ranks)
         device = device or ("cpu" if config.engine.device == "cpu" else "cuda")
@@ -414,7 +415,7 @@ class RunPlan:
 
 
 def uses_cuda_graphs(plan: RunPlan) -> bool:
-    """Whether micro-steps are captured, or, on a CPU, only take static inputs."""
+    """Whether the run uses graphs: on CUDA micro-steps are captured; on a CPU they only get the static inputs."""
     return wants_graphs(plan) and not graphs_unsupported_reason(plan)
 
 

@@ -112,7 +112,7 @@ def subset_layers(config: RunConfig) -> list[SubsetLayers]:
 
 
 def describe_token_subsets(model: ModelConfig, masking: MaskingConfig) -> list[str]:
-    """The banner's lines on these layers."""
+    """The banner's parts about these layers."""
     parts = [f"mask tokens from layer {masking.masks_from_layer} on"] if masking.masks_from_layer else []
     if masking.mask_decoder_layers:
         parts.append(f"mask tokens in a decoder of {pluralize(masking.mask_decoder_layers, 'layer')}")

@@ -192,7 +192,8 @@ def _lengths(sizes: Array) -> str:
 def merge_datasets(
     prefixes: Sequence[str | Path], output: str | Path, *, overwrite: bool = False, progress: ByteProgress = NO_PROGRESS
 ) -> IndexedDataset:
-    """Writes the sequences and documents of all `prefixes`, in order, to `output`; whole, or not at all.
+    """Writes the sequences and documents of all `prefixes`, in order, to `output`, which appears complete or not at
+    all.
 
     Document boundaries are kept as they are, also if a document has several sequences, or if the index lists none at
     all (preshuffled rows). Memory: some 100 MB, and the index arrays. DataError if token types or vocabularies differ,

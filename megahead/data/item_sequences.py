@@ -433,7 +433,7 @@ def _write_datasets(
 def _without_unknown(
     sequences: _Sequences, vocabulary: ItemVocabulary, report: EventReport
 ) -> tuple[Array, Array, Array]:
-    """(ids [N], starts [U + 1], times [N]) without events whose item has no id, and users that have no other."""
+    """(ids [N], starts [U + 1], times [N]) without events whose item has no id, and users with only such events."""
     ids_N = vocabulary.ids(sequences.keys)
     has_id_N = ids_N != END_ID
     report.dropped["of items without an id"] += int((~has_id_N).sum())

@@ -160,7 +160,8 @@ def _select_units(row_U: Array, size_U: Array, order_U: Array, count_B: Array) -
 
 @dataclass(frozen=True)
 class DiffusionCollator(RowCollator):
-    """Masks a different share of each row, from one token to all; rows have equal weight whatever their share."""
+    """Masks a different share of each row, from one token to all. The weights of a row add
+    up to its number of tokens, whatever its share."""
 
     loss_is_upper_bound: ClassVar = True
 

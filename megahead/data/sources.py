@@ -191,7 +191,7 @@ def total_bytes(inputs: Sequence[Input]) -> int | None:
 
 
 def max_documents(inputs: Sequence[Input]) -> int | None:
-    """An upper bound of the number of documents if each file is one; else None."""
+    """An upper bound of the number of documents if files are documents; else None."""
     return len(inputs) if all(item.split is _chunk_text for item in inputs) else None
 
 
@@ -442,7 +442,7 @@ def _chunk_archive(path: Path, selection: Selection) -> Iterator[Chunk]:
                     continue
                 is_empty = False
                 for chunk in _chunk_member(content, suffix, selection):
-                    disk_bytes = max(0, archive.tell() - position)  # all of a member's at its first chunk
+                    disk_bytes = max(0, archive.tell() - position)  # a member's first chunk counts all of it
                     position += disk_bytes
                     yield replace(chunk, path=f"{path}/{name}", disk_bytes=disk_bytes)
     except DataError as error:
@@ -454,7 +454,7 @@ def _chunk_archive(path: Path, selection: Selection) -> Iterator[Chunk]:
 
 
 def _chunk_member(content: IO[bytes], suffix: str, selection: Selection) -> Iterator[Chunk]:
-    with TemporaryDirectory() as folder:  # a table is read at many places, and a decompressor wants a file
+    with TemporaryDirectory() as folder:  # tables need random access, and decompressors need a file
         file = Path(folder, f"member{suffix}")
         with file.open("wb") as output:
             shutil.copyfileobj(content, output, 1 << 20)

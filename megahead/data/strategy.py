@@ -94,7 +94,7 @@ class Strategy:
 
 
 class EqualWeights(Strategy):
-    """Units with equal sampling weights."""
+    """Base of strategies that choose units and leave their weights equal."""
 
 
 @dataclass(frozen=True)

@@ -172,7 +172,7 @@ class VocabularyMap:
         return same, pieced, len(self.old_ids) - same - pieced
 
     def with_appended_ids(self, appended_ids: Sequence[int]) -> VocabularyMap:
-        """Appends a new id for each of `appended_ids`. Both lie above the ids of their tokenizers."""
+        """Appends a new id for each of `appended_ids`. Old and new lie above their tokenizers' ids."""
         old_pieces = self.old_pieces + [list[int]() for _ in appended_ids]
         return VocabularyMap(self.old_size + len(appended_ids), [*self.old_ids, *appended_ids], old_pieces)
 
@@ -219,7 +219,7 @@ def _split_into_old_ids(tokens: Sequence[bytes], old: ByteVocabulary) -> list[li
 
 
 def _decode_or_empty(token: bytes) -> str:
-    """Its text; empty if its bytes are not whole characters."""
+    """The token's text; empty if bytes are not whole characters."""
     try:
         return token.decode()
     except UnicodeDecodeError:

@@ -116,7 +116,7 @@ class IndexedDatasetWriter:
     def add_documents(
         self, tokens: Array, lengths: Array, text_bytes: int = 0, *, sequences: Array | None = None
     ) -> None:
-        """Appends many sequences at once: their tokens concatenated, and the length of each.
+        """Appends many sequences at once. `tokens`: of all, concatenated; `lengths`: of each.
 
         `sequences`: how many sequences each document has, by default one; an empty array if they belong to no documents
         (as in Pythia's preshuffled files).

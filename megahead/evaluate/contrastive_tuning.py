@@ -85,8 +85,8 @@ def tokenize_pairs(encoder: TextEncoder, pairs: Sequence[Example]) -> dict[str, 
 
 
 def epoch_batches(pairs: Sequence[Example], batch_size: int, generator: torch.Generator) -> Iterator[list[Example]]:
-    """Yields random batches of almost equal sizes, with every query once and one of its answers, so that no answer is
-    a negative of its own query."""
+    """Yields random batches of almost equal sizes, with every query once and one of its answers. So the other
+    answers of a query are no negatives of it, unless another query has one of them, too."""
     by_query: dict[str, list[Example]] = {}
     for pair in pairs:
         by_query.setdefault(pair.first_text, []).append(pair)
@@ -132,8 +132,8 @@ class ContrastiveRun:
         yield from train_epochs(model, batches, steps, model.loss, self._scores, settings, self._group)
 
     def save(self, folder: Path) -> None:
-        """Writes the encoder as it is now, and its tokenizer, as a folder of sentence-transformers, in place of one of
-        an earlier epoch; on rank 0."""
+        """On rank 0 writes the encoder as it is now, and its tokenizer, as a folder of sentence-transformers, which
+        replaces that of an earlier epoch."""
         if self._group.rank:
             return
         encoder = self._encoder

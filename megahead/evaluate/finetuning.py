@@ -63,7 +63,7 @@ def class_loss(logits_BC: Tensor, classes_B: Tensor, *, balanced: bool) -> Tenso
 
 # Texts are tokenized, concatenated and truncated once, then batched by length and padded.
 
-_BATCHES_PER_BUCKET = 50  # rows are sorted by length within so many batches, which leaves little padding
+_BATCHES_PER_BUCKET = 50  # rows are sorted by length within this many batches, which leaves little padding
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ def fine_tune(
     settings: FineTuningSettings,
     seed: int,
 ) -> Iterator[EpochScores]:
-    """Trains in place, yields after each epoch. UserError after one whose loss is not finite."""
+    """Trains in place and yields after each epoch; UserError after an epoch whose loss is not finite."""
     order = torch.Generator().manual_seed(seed)
     lengths = [example.length() for example in train]
 
@@ -242,8 +242,8 @@ def train_epochs(
 ) -> Iterator[EpochScores]:
     """Trains `module` in place on `batches()` in every epoch, and yields after each one.
 
-    On several ranks the batch's loss is the sum of the ranks' losses, and all ranks make the same step. UserError once
-    the loss is no longer finite.
+    On several ranks the batch's loss is the sum of the ranks' losses, and all ranks make the same step. UserError after
+    an epoch whose loss is not finite.
     """
     steps = settings.epochs * steps_per_epoch
     schedule = ScheduleConfig(name="constant", warmup_steps=math.ceil(settings.warmup * steps))

@@ -56,7 +56,7 @@ def paper_settings(task: str, loss: LossName | None = None, **changes: float | N
     """The paper's settings for a task (tables 11 and 13; XNLI as in its text), except for `changes` that are not None.
 
     GLUE and SuperGLUE: balanced at 1e-5 without decay, or regular at 5e-6 with 0.01. XNLI: regular, 2e-5, batches of
-    128. The paper names no lengths: these are what its encoders read in pretraining.
+    128. The paper names no length: the default `max_length` is that of its encoders' pretraining.
     """
     if task.startswith("xnli/"):
         chosen = FineTuningSettings(loss=loss or "regular", learning_rate=2e-5, weight_decay=0.0, batch_size=128)
@@ -320,8 +320,8 @@ class TaskData:
     train: Sequence[Example]
 
     evaluation_sets: Mapping[str, Iterable[Example]]
-    """By name: labelled dev splits, or a `SearchData`. As in the paper, the best epoch is chosen on the first, whose
-    scores are also reported."""
+    """By name: labelled dev splits, or for retrieval the queries and texts of a `SearchData`. As in the paper, the
+    first set both selects the best epoch and gives the reported scores."""
 
     trains_on_dev: bool
     """Whether half of the dev split is `train`, because there is no training split."""
@@ -410,8 +410,8 @@ def load_task(
 def _load_examples(name: str, sources: DataSource, *, trains_on_dev: bool | None = None) -> TaskData:
     """Loads examples to train and evaluate on: of two splits, or (without a training split) every other unit of one.
 
-    trains_on_dev: None for the training language. For another: whether the training language's dev split was cut in
-    halves. Then this translation of it is cut in the same way, else it stays whole.
+    trains_on_dev: None for the training language. For another language: whether the training language's dev split was
+    cut in halves; its translation is then cut in the same way, and otherwise stays whole.
     """
     train, dev = sources.read_splits(name)
     task, examples, split = TASKS[name], _build_examples(name, dev), name.split("/")[1]

@@ -29,7 +29,7 @@ from megahead.wording import pluralize
 # Log-probabilities of tokens, for many rows at once, with each distinct output computed once.
 #
 # Rows are batched by length, so that little is padding. The head, most of a small model's work, is applied only to
-# outputs that predict a target. In a decoder, rows with the same prefix share one output, as minimal pairs do.
+# outputs that predict a target. In a decoder, rows with the same prefix (minimal pairs) share its outputs.
 #
 # B rows, T tokens, P predictions, O distinct outputs from which they are made, V vocabulary.
 
@@ -143,7 +143,7 @@ def open_language_model(folder: Path, batch_size: int | None = None) -> Language
 
 
 class Decoder(LanguageModel):
-    """Predicts each token of a text from those before it, within the model's context; the first from an end token."""
+    """Predicts each token of a text from those before it in the context; the first from bos or eos."""
 
     causal = True
 
@@ -300,7 +300,7 @@ def generate_continuation(
         options["streamer"] = WordStreamer(tokenizer, stream)
     output = model.generate(inputs, attention_mask=torch.ones_like(inputs), **options)
     full_text, prompt_text = (tokenizer.decode(part, skip_special_tokens=True) for part in (output[0], ids))
-    text: str = full_text.removeprefix(prompt_text)  # with the space between, which SentencePiece drops at a start
+    text: str = full_text.removeprefix(prompt_text)  # keeps the space between, which SentencePiece drops at a start
     return text
 
 
@@ -369,7 +369,7 @@ def generate_by_unmasking(
         logits_mV = model(input_ids=row_T[None]).logits[0, positions_m].float()
         row_T[positions_m] = _sample_tokens(logits_mV, tokenizer.all_special_ids, sampling)
     full_text, prompt_text = (tokenizer.decode(ids) for ids in (row_T[1:-1], prompt_ids))
-    text: str = full_text.removeprefix(prompt_text)  # with the space between, where there is one
+    text: str = full_text.removeprefix(prompt_text)  # keeps the space between, if there is one
     if stream is not None:
         stream(text)  # at once: tokens are generated in random order
     return text

@@ -41,22 +41,22 @@ class ValidationResult:
     """Mean negative log-probability of a target in nats; for masked diffusion, of a token that may be masked."""
 
     perplexity: float
-    """exp(loss). An encoder's is over masked tokens; a decoder's, and an encoder's in a causal phase, is over next
-    tokens: they are not comparable."""
+    """exp(loss). Encoders predict masked tokens, decoders and encoders in a causal phase next tokens: the two are not
+    comparable."""
 
     accuracy: float
     """Share of targets that were the most probable token."""
 
     bits_per_byte: float | None
-    """Bits per byte of text, comparable across tokenizers; None if the size of the dataset's text is not known, or only
-    some tokens are predicted (an encoder, but for masked diffusion)."""
+    """Bits per byte of text, comparable across tokenizers; None if the size of the dataset's text is unknown, or if
+    only some tokens are predicted (encoders, except masked diffusion)."""
 
     upper_bound: bool = False
-    """Whether loss, perplexity and bits are upper bounds, as in masked diffusion: for a text whose special tokens (end
-    tokens included) are given, estimated with one random mask per row."""
+    """Whether loss, perplexity and bits are upper bounds, as in masked diffusion. Its bound is estimated with one
+    random mask per row, and does not count the prediction of special tokens (end tokens included)."""
 
     auxiliary: Mapping[str, float] | None = None
-    """Means of an auxiliary objective by name, if it is evaluated. With ELECTRA, all other metrics are the
+    """Mean metrics of an auxiliary objective by name, if it is evaluated. In ELECTRA all other metrics are the
     generator's."""
 
 

@@ -23,7 +23,7 @@ class ResultCache:
     """Results in a JSON file, each with a key of everything that it depends on; written atomically after each one.
 
     New results stay in memory if `path` is None, or `is_writer` is false (another rank writes the file). DataError
-    for a file that holds something else: each entry must have all `fields`.
+    unless each entry of the file has all `fields`.
     """
 
     def __init__(self, path: Path | None, *fields: str, is_writer: bool = True) -> None:
@@ -79,8 +79,7 @@ class Score:
     metric: str
     value: float
     stderr: float | None
-    """Standard error, in lm-eval's tasks as lm-eval computes it (bootstrapped for perplexity); None if there is
-    none."""
+    """Standard error; for lm-eval's tasks lm-eval's own (bootstrapped for perplexity). None if there is none."""
 
     @staticmethod
     def mean(metric: str, values_N: ArrayLike) -> Score:

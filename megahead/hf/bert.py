@@ -12,7 +12,7 @@ from megahead.errors import FieldError
 from megahead.hf.families import COMMON_SETTINGS, Family, ParameterNames, SettingNames, require_key
 
 _TENSORFLOW_KEYS = ((".gamma", ".weight"), (".beta", ".bias"))  # names of a norm's parameters in TensorFlow
-_DISTILBERT_EPS = 1e-12  # config.json of a DistilBERT has no key for it
+_DISTILBERT_EPS = 1e-12  # not in a DistilBERT's config.json
 
 _NORM_AND_DROPOUT = {
     "norm_eps": "layer_norm_eps",
@@ -23,7 +23,7 @@ _BERT = SettingNames(
     COMMON_SETTINGS | {"token_types": "type_vocab_size"} | _NORM_AND_DROPOUT,
     required=("num_layers", "hidden_size", "num_heads", "vocab_size"),
     defaults={"family": "bert"},
-    fixed={"position_embedding_type": "absolute"},
+    required_values={"position_embedding_type": "absolute"},
 )
 _DISTILBERT = SettingNames(
     {
@@ -129,16 +129,16 @@ DISTILBERT = Family(
 )
 
 
-# RoBERTa, and XLM-R, which differs in the names of its classes alone.
+# RoBERTa, and XLM-R, which differs only in its classes' names.
 
 _PADDING_TOKEN = 1  # where config.json names none
 
 _ROBERTA = SettingNames(
     COMMON_SETTINGS | _NORM_AND_DROPOUT,
-    activations={"gelu": "gelu"},  # RoBERTa's head always uses it, whatever config.json says
+    activations={"gelu": "gelu"},  # RoBERTa's head always uses gelu, whatever config.json says
     required=("num_layers", "hidden_size", "num_heads", "vocab_size", "max_positions"),
     defaults={"norm_eps": 1e-12},
-    fixed={"position_embedding_type": "absolute", "type_vocab_size": 1, "is_decoder": False},
+    required_values={"position_embedding_type": "absolute", "type_vocab_size": 1, "is_decoder": False},
 )
 
 
@@ -157,7 +157,7 @@ def roberta_settings(hf_config: Mapping[str, Any], *, family: str) -> dict[str, 
 
 
 def position_offset(hf_config: Mapping[str, Any]) -> int:
-    """Returns the row of the position embedding that a first token has: the padding id + 1."""
+    """Returns the first token's row of the position embedding: the padding id + 1."""
     padding = hf_config.get("pad_token_id", _PADDING_TOKEN)
     is_id = isinstance(padding, int) and padding >= 0
     require_key(is_id, "pad_token_id", "be an id, after which positions begin", got=padding)

@@ -45,7 +45,7 @@ class CardMetadata:
 
 
 def serving_support_of(target: ExportTarget) -> str:
-    """Returns `serving_support` of this export."""
+    """Returns whether vLLM and llama.cpp serve this export, see `serving_support`."""
     head = target.head
     has_bias = head.folded_bias is not None or head.bias_V is not None
     return serving_support(target.model.config, head.name, has_bias=has_bias)
@@ -69,8 +69,8 @@ def model_card(target: ExportTarget, parity: Parity, metadata: CardMetadata, num
 
 
 def _is_headless(config: RunConfig) -> bool:
-    """Whether the model is headless, or may have started from one that was: initialized from weights, or with an output
-    bias, as the vanilla phase after a headless one is."""
+    """Whether the model is headless, or may continue a headless one: it has initial weights (`init`), or an output
+    bias, which a vanilla phase after a headless one has."""
     return config.objective.name == "headless" or config.init is not None or config.objective.output_bias
 
 

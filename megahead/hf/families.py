@@ -96,14 +96,14 @@ class SettingNames:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Settings of megahead where config.json lacks them; the family is one."""
 
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of config.json that must have this value."""
+    required_values: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of config.json, each with the only value that is supported."""
 
     def hf_config(self, model: ModelConfig) -> dict[str, Any]:
         """Returns the entries of config.json that these settings make."""
         values = filled_settings(model)
         renamed = {hf_name: values[name] for name, hf_name in self.hf_names.items()}
-        return {**renamed, self.activation: _HF_ACTIVATIONS[model.activation], **self.fixed}
+        return {**renamed, self.activation: _HF_ACTIVATIONS[model.activation], **self.required_values}
 
     def model_settings(self, hf_config: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the settings of a ModelConfig; FieldError for one that config.json lacks, or that is unsupported."""
@@ -111,7 +111,7 @@ class SettingNames:
             require_key(hf_name in hf_config, hf_name, "be given", got="missing")
         activation, rule = hf_config.get(self.activation, next(iter(self.activations))), ", ".join(self.activations)
         require_key(activation in self.activations, self.activation, f"be one of {rule}", got=activation)
-        for hf_name, value in self.fixed.items():
+        for hf_name, value in self.required_values.items():
             stored = hf_config.get(hf_name, value)
             require_key(stored == value, hf_name, f"be {value}".lower(), got=str(stored).lower())
         is_quantized = hf_config.get("quantization_config") is not None
@@ -179,10 +179,10 @@ class Family:
     is_tied_by_default: bool = False
     """Whether a decoder's outputs are scored against the input embedding where config.json does not say it."""
 
-    modules_on_disk: tuple[str, ...] = ()
+    disk_offloaded_modules: tuple[str, ...] = ()
     """Modules of a decoder that can be read from disk for each call."""
 
-    modules_on_cpu: tuple[str, ...] = ()
+    cpu_modules: tuple[str, ...] = ()
     """A decoder's other modules."""
 
     ignored_keys: tuple[str, ...] = ()
@@ -204,7 +204,7 @@ class Family:
     """From a parameter of megahead, with its name, to the stored tensor."""
 
     weights_with_bias: tuple[str, ...] = ()
-    """Endings of names of weights beside which Hugging Face's class has a bias, where ours may lack one."""
+    """Endings of names of weights whose layer has a bias in Hugging Face's class, and may have none in ours."""
 
     def head_class(self) -> str:
         """Returns the name of the class with a head."""

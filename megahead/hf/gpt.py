@@ -25,7 +25,7 @@ _GPT_NEOX = SettingNames(
         "attention_dropout": "attention_dropout",
     },
     defaults={"family": "gpt_neox"},
-    fixed={"model_type": "gpt_neox", "attention_bias": True},
+    required_values={"model_type": "gpt_neox", "attention_bias": True},
 )
 
 
@@ -73,8 +73,8 @@ GPT_NEOX = Family(
     model_settings=gpt_neox_settings,
     hf_config=gpt_neox_config,
     ignored_keys=(".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq"),  # buffers of old versions
-    modules_on_disk=("embed_in", "layers"),
-    modules_on_cpu=("final_layer_norm", "rotary_emb", "emb_dropout"),
+    disk_offloaded_modules=("embed_in", "layers"),
+    cpu_modules=("final_layer_norm", "rotary_emb", "emb_dropout"),
     legacy_keys=(("lm_head.weight", "embed_out.weight"),),
 )
 
@@ -98,7 +98,11 @@ _GPT2 = SettingNames(
     activations={"gelu_new": "gelu_tanh", **GELU_NAMES},
     required=("num_layers", "hidden_size", "num_heads", "vocab_size"),
     defaults={"family": "gpt2"},
-    fixed={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
+    required_values={
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "add_cross_attention": False,
+    },
 )
 
 
@@ -144,6 +148,6 @@ GPT2 = Family(
     hf_config=gpt2_config,
     ignored_keys=(".attn.bias", ".attn.masked_bias"),  # buffers of old versions
     is_tied_by_default=True,
-    modules_on_disk=("wte", "h"),
-    modules_on_cpu=("wpe", "drop", "ln_f"),
+    disk_offloaded_modules=("wte", "h"),
+    cpu_modules=("wpe", "drop", "ln_f"),
 )

@@ -44,7 +44,7 @@ _IGNORED_SETTINGS = (
     "init_std",
     "init_embedding_std",
 )
-"""Settings that do not change what the weights compute, or (`is_causal`) that training may change."""
+"""Settings that do not change what the weights compute, and `is_causal`, which training may change."""
 
 
 class StoredSlice(NamedTuple):
@@ -79,8 +79,8 @@ class HFModel:
         for hf_name in files:
             names = family.parameter_names(hf_name)
             slices.update({name: StoredSlice(hf_name, part, len(names)) for part, name in enumerate(names)})
-        if family.untied_bias_name in files:
-            slices[f"{MASK_HEAD}bias"] = StoredSlice(family.untied_bias_name, 0, 1)  # the one that transformers adds
+        if family.untied_bias_name in files:  # if both biases are stored, transformers adds this one
+            slices[f"{MASK_HEAD}bias"] = StoredSlice(family.untied_bias_name, 0, 1)
         model = HFModel(folder, hf_config, family, files, slices)
         if HEAD in slices and model.is_tied():
             slices.setdefault(EMBEDDING, slices[HEAD])  # some writers store only one of two equal tensors
@@ -95,8 +95,8 @@ class HFModel:
         return any(name == HEAD or name.startswith(MASK_HEAD) for name in self.slices)
 
     def is_tied(self) -> bool:
-        """Whether outputs are scored against the input embedding: not by another matrix that is stored, which
-        transformers then uses, whatever config.json says."""
+        """Whether outputs are scored against the input embedding. If another output matrix is stored, they are not:
+        transformers then uses that matrix, whatever config.json says."""
         is_tied = self.family.is_tied_by_default or self.model_settings()["family"] in ENCODERS
         return bool(self.hf_config.get("tie_word_embeddings", is_tied)) and not self._has_another_matrix()
 
@@ -137,7 +137,7 @@ class HFModel:
                 raise CheckpointError(f"`{self.folder}` must hold {hf_name} as {expected}, but has {stored}.")
             first = part * shape[0]
             for rows in block_ranges(shape[0]):
-                span = slice(first + rows.start, first + rows.stop)  # fewer rows, or none, at its end
+                span = slice(first + rows.start, first + rows.stop)  # the stored tensor ends before the padding rows
                 block: Tensor = (tensor[:, span].T if is_transposed else tensor[span]).float()
                 padding = len(rows) - len(block)
                 yield torch.cat([block, block.new_zeros(padding, *shape[1:])]) if padding else block
@@ -253,8 +253,8 @@ def from_hf(
     The checkpoint is for `init.from_checkpoint`, export and evaluation: it has no optimizer state and no dataset. The
     model is headless, tied or untied vanilla, as in the folder. The embedding is padded with zero rows to a multiple
     of 1,024. A pooler is not imported. UserError, with nothing written, for any other model, or one that is not in
-    safetensors. special_ids: `mask_token`, `cls_token` and `sep_token` of an encoder whose files do not name them; with
-    neither these nor a tokenizer, model.yaml leaves out the tokens that config.json does not name.
+    safetensors. special_ids: `mask_token`, `cls_token` and `sep_token` of an encoder whose files do not name them.
+    Without special_ids and without a tokenizer, model.yaml has only the special tokens that config.json names.
     target_counts_V: how often each id was a target in a headless model's training, if known.
     """
     hf_model, hf_settings = HFModel.open(model_dir), HFSettings.from_folder(model_dir)

@@ -153,8 +153,8 @@ LLAMA = Family(
     names=ParameterNames(LLAMA_NAMES),
     model_settings=partial(llama_settings, model_type="llama"),
     hf_config=llama_config,
-    modules_on_disk=("embed_tokens", "layers"),  # under `offload_folder`
-    modules_on_cpu=("norm", "rotary_emb"),
+    disk_offloaded_modules=("embed_tokens", "layers"),  # under `offload_folder`
+    cpu_modules=("norm", "rotary_emb"),
     ignored_keys=(".rotary_emb.inv_freq",),  # a buffer of old versions
 )
 
@@ -163,10 +163,9 @@ LLAMA = Family(
 #
 # No class that Hugging Face calls Llama or Qwen has a bias in its head, and behind an RMS norm none can be folded in:
 # its outputs are on an ellipsoid around 0, on which no linear form is constant. `Ernie4_5_MoeForCausalLM` has all
-# blocks of a Llama, and biases everywhere with `use_bias`, the head included; those that a Llama lacks are stored as
-# zeros. Its rotary embedding rotates neighbours, 2i and 2i + 1, where Llama's rotates i and i + d/2 (of d dimensions of
-# a head): rows of queries and keys are permuted. Its outputs stay exactly the same. It has no norms of queries and
-# keys.
+# blocks of a Llama, and with `use_bias` biases everywhere, the head included; biases that the Llama lacks are stored as
+# zeros. ERNIE's rotary embedding rotates the dimensions 2i and 2i + 1 of a head, Llama's i and i + d/2 (of d): the rows
+# of queries and keys are permuted, which leaves outputs exactly the same. ERNIE has no norms of queries and keys.
 
 
 def ernie_config(model: ModelConfig) -> dict[str, Any]:
@@ -227,7 +226,7 @@ _GEMMA3 = SettingNames(
     activation="hidden_activation",
     activations={"gelu_pytorch_tanh": "gelu_tanh", **GELU_NAMES},
     defaults={"family": "gemma3", "num_key_heads": 4, "head_dim": 256, "local_window": 4096, "max_positions": 131_072},
-    fixed={"attention_bias": False},
+    required_values={"attention_bias": False},
 )
 
 

@@ -192,8 +192,8 @@ def _offload_options(folder: Path, offload_folder: Path | None, *, head: bool) -
         return {}
     family = DECODERS.get(model_type or "", LLAMA)
     prefix, devices = (family.base_model_prefix, {"lm_head": "disk"}) if head else ("", {})
-    devices |= {f"{prefix}{name}": "disk" for name in family.modules_on_disk}
-    devices |= {f"{prefix}{name}": "cpu" for name in family.modules_on_cpu}
+    devices |= {f"{prefix}{name}": "disk" for name in family.disk_offloaded_modules}
+    devices |= {f"{prefix}{name}": "cpu" for name in family.cpu_modules}
     return {"device_map": devices, "offload_folder": str(offload_folder)}
 
 

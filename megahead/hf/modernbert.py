@@ -44,7 +44,7 @@ _MODERNBERT = SettingNames(
     },
     activation="hidden_activation",
     defaults={"family": "modernbert"},
-    fixed={"norm_bias": False, "attention_bias": False, "mlp_bias": False, "decoder_bias": True},
+    required_values={"norm_bias": False, "attention_bias": False, "mlp_bias": False, "decoder_bias": True},
 )
 _ROPE_BASES = {
     GLOBAL: ("rotary_base", "global_rope_theta", 160_000.0),
@@ -120,7 +120,8 @@ MODERNBERT = Family(
 # ModernBERT decoders: where they differ from encoders (Weller et al. 2025, arXiv 2507.11412).
 
 _WINDOW_OFFSET = 2
-"""Both settings are twice the number of visible tokens: Hugging Face counts the token itself, megahead does not."""
+"""Hugging Face's `local_attention` minus megahead's `local_window`. Both are twice the number of tokens that a token
+sees in a local layer; Hugging Face counts the token itself, megahead does not."""
 
 
 def modernbert_decoder_config(model: ModelConfig) -> dict[str, Any]:

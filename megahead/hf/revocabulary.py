@@ -115,7 +115,7 @@ def revocabulary(model_dir: Path, tokenizer: Path, output_dir: Path, method: str
 
     The output is for `init.from_checkpoint` and export, as that of `from_hf`. Rows of tokens with the same bytes, or of
     special tokens with the same role, stay bitwise equal; others are computed by `method`, a name of METHODS. Target
-    counts stay if ids are only renumbered: for other tokens they would be wrong. Raises UserError, with nothing
+    counts are kept if ids are only renumbered; for other tokens they would be wrong. Raises UserError, with nothing
     written, if it is impossible.
     """
     if method not in METHODS:

@@ -114,8 +114,8 @@ class TrainedModel:
         return self.checkpoint.read(_DATASET_COUNTS) if _DATASET_COUNTS in self.checkpoint.tensors else None
 
     def training_free_bias(self) -> Tensor:
-        """[V] fp32: the bias that turns `E h / T` into log p. For the paper's objective log q, with q the distribution
-        of the training targets, or of the text's tokens if rare ones were masked more often."""
+        """[V] fp32: the bias that turns `E h / T` into log p. For the paper's objective it is log q: q is the
+        distribution of the training targets, or of the text's tokens if training masked rare tokens more often."""
         objective, vocab_size, text_V = self.config.objective, self.config.model.vocab_size, self.dataset_counts()
         evaluated_V, targets = evaluation_target_counts(self.config, text_V), self._targets_per_group()
         bias_V = training_free_bias(objective, vocab_size, self.target_counts(), text_V, targets, evaluated_V)

@@ -43,8 +43,8 @@ class Candidates:
     """The weight of each output's loss; None: 1."""
 
     sampling_bias_U: Tensor | None = None
-    """Replaces `bias_U` of each output's own target where ELECTRA's generator samples from the softmax: log of the id's
-    mean exp(bias) among the other targets; None: `bias_U`."""
+    """Replaces `bias_U` of each output's own target when ELECTRA's generator samples from the softmax: the log of the
+    mean exp(bias) that the id has among all other targets; None: `bias_U`."""
 
     def apply_weights(self, values_N: Tensor) -> Tensor:
         """[N]: each output's value times its weight."""
@@ -255,7 +255,8 @@ def training_free_bias(
     mean_group_targets: float,
     evaluation_target_counts_V: Tensor | None = None,
 ) -> Tensor | None:
-    """[V] float32: the bias that turns `E h / T` into log p; None if that is log p already or the head is trained.
+    """[V] float32: the bias that turns `E h / T` into log p; None if `E h / T` is log p already, or the head is
+    trained.
 
     counts_V: counts of the targets trained on. token_counts_V: of the training text. mean_group_targets: mean number of
     targets in a candidate group, used only with random negatives or `once`. evaluation_target_counts_V: of the

@@ -43,7 +43,7 @@ class SoftmaxStats(NamedTuple):
     """Largest biased score of the other candidates."""
 
     def combine(self, other: SoftmaxStats) -> SoftmaxStats:
-        """The statistics over both sets of candidates; the one without the target has zeros as its scores."""
+        """The statistics over both sets of candidates; those without the target have target scores 0."""
         return SoftmaxStats(
             torch.logaddexp(self.lse, other.lse),
             self.target_score + other.target_score,
@@ -62,7 +62,7 @@ class ScoreGradients(NamedTuple):
     weight_n1: Tensor | None
     """Factors of the rows of `matrix_nw`; None: ones."""
     derivatives_nw: Tensor | None = None
-    """Derivatives of the scores w.r.t. the products, divided by the scale; None: ones."""
+    """Derivatives of the scores w.r.t. outputs @ rows, divided by `Score.scale`; None: ones."""
 
     def apply_weights(self, weight_n: Tensor) -> ScoreGradients:
         """The gradients of the losses times `weight_n`."""
@@ -192,8 +192,8 @@ def _block_sums(weights_nw: Tensor) -> Tensor:
 
 
 def _cumulative_sums(values_nk: Tensor) -> Tensor:
-    """[n, k]: the cumulative sums of each row. Deterministic algorithms refuse `cumsum` of floats on GPUs: there they
-    are a product with ones."""
+    """[n, k]: the cumulative sums of each row; in torch's deterministic mode, which refuses `cumsum` of floats on GPUs,
+    a product with ones."""
     if not torch.are_deterministic_algorithms_enabled():
         return values_nk.cumsum(dim=1)
     count = values_nk.shape[1]
@@ -417,7 +417,7 @@ class _FusedSoftmax(torch.autograd.Function):
 
 def _multiply(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """`gradient * factor`, rounded once to `dtype`; in one GPU kernel, unless it must be differentiable."""
-    factor = factor[None]  # one without dims would be rounded to the dtype of `gradient` on GPUs: in bf16 by up to 2^-8
+    factor = factor[None]  # on GPUs a 0-dim factor would be rounded to the dtype of `gradient`: in bf16 by up to 2^-8
     if torch.is_grad_enabled():
         return (gradient * factor).to(dtype)
     return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))

@@ -43,8 +43,8 @@ class Score(ABC):
         return rows_UD
 
     def to_similarity_(self, products_nw: Tensor) -> Tensor | None:
-        """Converts products to similarities in place; returns the derivatives of the similarities w.r.t. them, or
-        None for ones."""
+        """Converts products to similarities in place; returns the derivatives of the similarities w.r.t. the products,
+        None if these are all 1."""
         return None
 
     @abstractmethod

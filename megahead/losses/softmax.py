@@ -167,10 +167,10 @@ class Softmax:
         """int64 [N]: the index of a candidate sampled for each output from `softmax_u(s_u + b_u)`, in which the
         output's own target has the bias `sampling_bias_U`. `uniform_N`: random numbers, float64 in (0, 1).
 
-        With any objective the candidates' sum of exponentials, averaged over groups, equals a sum over the vocabulary
-        with the bias of the training-free head. Sampling a candidate is importance resampling. It returns the target
-        about as often as that head would. Averaged over many groups, it returns other tokens nearly as often as the
-        head (not exactly, since a ratio of two means is biased). Samples from the whole vocabulary are exact."""
+        For any objective, the candidates' mean sum of exponentials over groups equals the sum over the vocabulary with
+        the training-free head's bias. Sampling a candidate is thus importance resampling: it returns the target about
+        as often as that head would, and other tokens, averaged over many groups, nearly as often (not exactly, since
+        a ratio of two means is biased). Samples from the whole vocabulary are exact."""
         candidates = replace(self.candidates, own_target_bias_U=self.candidates.sampling_bias_U)
         index_N = sample_candidates(*replace(self, candidates=candidates).local_inputs(), uniform_N)
         if self.shard is None:

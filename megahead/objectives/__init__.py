@@ -1,4 +1,4 @@
-"""What a run learns: the module that maps a batch to a loss, and the batches it is context."""
+"""What a run learns: the module that maps a batch to a loss, and the batches it is given."""
 
 from megahead import lazy_getattr
 

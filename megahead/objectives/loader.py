@@ -128,8 +128,8 @@ class StepLoader:
     `group`: the data ranks, used only from the loader's thread (see `Group.new_gloo_group`). `group_samples`: size of a
     candidate group (None: a micro-batch). `seed`: for random negatives. `collator`: masks the samples. `auxiliary`: the
     class of the auxiliary objective. `planning_group`: all ranks, if the embedding's rows are sharded over them;
-    `tensor_group`: the ranks that read the same samples. Batches stay on the CPU, prepared for `device`. `half`:
-    whether the device computes in half precision. `static_shapes`: whether batches are padded to few shapes.
+    `tensor_group`: the ranks that read the same samples. Batches stay on the CPU, prepared for `device`.
+    `half_precision`: whether it computes so. `static_shapes`: whether batches are padded to few shapes.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class StepLoader:
         group_samples: int | None = None,
         seed: int = 0,
         device: torch.device = CPU,
-        half: bool = False,
+        half_precision: bool = False,
         static_shapes: bool = False,
         collator: RowCollator | None = None,
         auxiliary: type[Auxiliary] = Auxiliary,
@@ -153,7 +153,7 @@ class StepLoader:
         self._reader = BatchReader(samples, collator or CausalCollator(data))
         self._candidate_groups = CandidateGroups(objective, group_samples or batch.micro_size, batch.micro_size, seed)
         self._auxiliary, self._prefetch, self._batch, self._group = auxiliary, data.prefetch, batch, group
-        self._device, self._half, self._static_shapes = device, half, static_shapes
+        self._device, self._half_precision, self._static_shapes = device, half_precision, static_shapes
         self._planning_group, self._tensor_group = planning_group, tensor_group
 
     def steps(self, first_sample: int) -> Generator[StepBatches, None, None]:
@@ -185,7 +185,9 @@ class StepLoader:
         auxiliary_candidates = self._auxiliary_candidates(first_sample, batches, auxiliary_RA.long())
         parts = zip(batches, candidates, auxiliary_candidates, strict=True)
         micro_batches = [MicroBatch(batch, groups, *factors, own) for batch, groups, own in parts]
-        prepared = [micro.prepare_for(self._device, self._half, self._static_shapes) for micro in micro_batches]
+        prepared = [
+            micro.prepare_for(self._device, self._half_precision, self._static_shapes) for micro in micro_batches
+        ]
         return StepBatches(prepared, batches, targets, mean_candidates(micro_batches), self._plan_rows(prepared))
 
     def _auxiliary_candidates(

@@ -27,7 +27,7 @@ DOCUMENT_MULTIPLE = 128
 documents cost the kernels almost nothing."""
 
 TARGET_MULTIPLE = 16
-"""With static shapes the slots for a masked row's targets are padded to a multiple of this."""
+"""With static shapes each masked row has the same number of slots (places for targets), a multiple of this."""
 
 _PACK_ALIGNMENT = 16
 """Bytes; a multiple of every dtype's size."""
@@ -94,8 +94,8 @@ class MicroBatch:
 
     loss_weight: float | Tensor
     """Factor of the loss summed over this micro-batch: data_ranks * accumulation_steps / the global batch's targets
-    (their weights' sum). The engine averages over accumulation steps and data ranks, so that the mean over the global
-    batch's targets results. A float32 [] tensor under static shapes: a captured graph has only tensor inputs."""
+    (their weights' sum). The engine averages over accumulation steps and data ranks; the result is the mean over the
+    global batch's targets. A float32 [] tensor under static shapes: a captured graph has only tensor inputs."""
 
     auxiliary_weight: float | None = None
     """The factor for an auxiliary objective whose loss is not a mean over targets; None: `loss_weight`."""
@@ -136,15 +136,17 @@ class MicroBatch:
         remaining = iter(copies)
         return replace(self._map_tensors(lambda _: next(remaining)), buffer=buffer)
 
-    def prepare_for(self, device: torch.device, half: bool = False, static_shapes: bool = False) -> MicroBatch:
-        """The micro-batch on the CPU, padded for `device`; `half`: for computation in half precision.
+    def prepare_for(
+        self, device: torch.device, half_precision: bool = False, static_shapes: bool = False
+    ) -> MicroBatch:
+        """The micro-batch on the CPU, padded for `device`; `half_precision`: for computation in half precision.
 
         For CUDA it is in one buffer of pinned memory, with float32 biases and `cu_seqlens`, so that the host copies
         once without blocking. With `static_shapes` the same on other devices, unpinned, and padded to shapes that
         repeat.
         """
         if device.type != "cuda" and not static_shapes:
-            return self._pad_candidates(CANDIDATE_MULTIPLE_ON_CPU) if half else self
+            return self._pad_candidates(CANDIDATE_MULTIPLE_ON_CPU) if half_precision else self
         padded = self._with_static_shapes() if static_shapes else self._pad_candidates(CANDIDATE_MULTIPLE)
         padded = padded._map_candidates(Candidates.with_float32_biases)
         packed = replace(padded, batch=with_cu_seqlens(padded.batch, DOCUMENT_MULTIPLE)).pack()

@@ -48,8 +48,8 @@ class TensorBoard(Board):
 
 
 class Tracker(Board):
-    """A service that cannot discard values: a repeated step is logged twice. After a failure, of the network for
-    example, it gets no more values in this session; training continues."""
+    """A service that cannot discard values: a repeated step is logged twice. After a failure (of the network, for
+    example) it gets no more values in this session; training continues."""
 
     def __init__(self, name: str, log: Callable[[dict[str, float], int], object], finish: Callable[[], object]) -> None:
         self._name, self._log, self._finish, self._failed = name, log, finish, False
@@ -101,7 +101,7 @@ def _mlflow(mlflow: Any, config: RunConfig) -> Board:
 
 
 TRACKERS: dict[str, Callable[[Any, RunConfig], Board]] = {"wandb": _wandb, "trackio": _trackio, "mlflow": _mlflow}
-"""By package name, which is also the setting's in `training`."""
+"""By package name, also the setting's name in `training`."""
 
 
 def _configured_trackers(config: RunConfig) -> list[str]:

@@ -84,7 +84,7 @@ def describe_launches(plan: RunPlan, device_peak: float | None) -> list[tuple[st
     fix = "a larger batch.micro_size"
     if config.objective.name == "headless":
         fix += f" with objective.group_samples={plan.group_samples()} keeps the candidates and"
-    problem = f"a micro-batch takes the device about {compute_ms:.1f} ms, launching it the host about {launch_ms:.0f}"
+    problem = f"a micro-batch takes the device about {compute_ms:.1f} ms, and the host about {launch_ms:.0f} to launch"
     return [("note", f"{problem}: {fix} fills the device")]
 
 
@@ -227,8 +227,8 @@ def check_custom_classes(config: RunConfig) -> None:
 
 
 def check_tokenizer(config: RunConfig) -> None:
-    """UserError unless `data.tokenizer` can be opened, has at most the model's number of ids, and has the tokens of the
-    settings, all of which exports need. Takes seconds for a million ids."""
+    """UserError unless `data.tokenizer` can be opened, has at most the model's number of ids, and has the tokens that
+    settings name: exports need all this. Takes seconds for a million ids."""
     from megahead.data.tokenizer import load_tokenizer
     from megahead.data.vocabulary_map import bytes_of_ids
 

@@ -90,7 +90,7 @@ class Session:
 
     def _recover(self, newer_than: int, *, wait: bool = True) -> RecoveryResult | None:
         """Writes a checkpoint from the last session's replicas in memory, if they are newer than step `newer_than`.
-        `wait`: whether to wait for replicas on nodes of spare ranks, which share them before the first phase."""
+        `wait`: whether to wait for replicas of spare ranks (not training), shared before the first phase."""
         training, folder = self.plan.config.training, self.plan.config.folder()
         if training.replicate_every is None:
             return None
@@ -183,8 +183,8 @@ class Session:
         return [] if self.uploads is None else self.uploads.events()
 
     def close_after_error(self) -> None:
-        """Releases resources without waiting, so that the error is reported soon. Replicas stay in memory if ranks will
-        be restarted, which resume from them."""
+        """Releases resources without waiting, so that the error is reported soon. Replicas stay in memory if ranks
+        restart and resume from them."""
         self._error_callbacks.close()
 
     @cached_property
@@ -254,7 +254,7 @@ def checkpoint_validator(url: str, config: RunConfig, datasets: RunDatasets) -> 
 def upload_deadline(ending: Ending, stop: StopRequest, restarts_ranks: bool) -> float:
     """Time on the monotonic clock until which a session that ends may wait for its uploads.
 
-    `restarts_ranks`: the launcher restarts ranks, and kills those that it asked to stop after some seconds."""
+    `restarts_ranks`: the launcher restarts ranks, and kills ranks seconds after asking them to stop."""
     if ending != "stopped" or not restarts_ranks:
         return inf
     return (stop.received_at or time.monotonic()) + SECONDS_AFTER_SIGNAL
@@ -277,7 +277,7 @@ def _write_run_files(folder: RunFolder, config: RunConfig) -> None:
 
 
 def _copy_source_hf_files(folder: RunFolder, init: InitConfig) -> None:
-    """Copies the files beside the weights in `init`'s Hugging Face folder, for exports; not for a new vocabulary."""
+    """Copies the files beside the weights in `init`'s Hugging Face folder for exports, unless the vocabulary is new."""
     hf_settings = None
     if init.mode != "table" and init.from_hf is not None:
         hf_settings = HFSettings.from_folder(Path(init.from_hf))
@@ -289,8 +289,8 @@ def _copy_source_hf_files(folder: RunFolder, init: InitConfig) -> None:
 
 @contextlib.contextmanager
 def hand_over_replicas(config: RunConfig, launch: Launch) -> Iterator[None]:
-    """For a spare rank, which waits in the block: before it, copies the replicas on its node to the run folder for the
-    training ranks; after it, removes those on its node."""
+    """For a spare rank: copies the replicas on its node to the run folder for the
+    training ranks; removes those on its node after the block, in which it waits."""
     has_replicas = config.training.replicate_every is not None
     if has_replicas:
         share_replicas(config.folder(), launch)

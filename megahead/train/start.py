@@ -207,7 +207,7 @@ def starting_weights(config: RunConfig, world_group: Group, resumed: Checkpoint 
     """
     init, shapes = config.init, weight_shapes(config)
     if resumed is not None:
-        # `late/weight`: a sharded embedding's rows, to which updates are still to be applied (see
+        # `late/weight`: rows to which updates are still to be applied (see
         # checkpoints/reading.py); Progress.resume_from restores the optimizer
         return _checkpoint_weights(resumed, shapes, prefix="late/weight", optional=(HEAD, OUTPUT_BIAS))
     if init is None:

@@ -49,7 +49,7 @@ def first_micro_batch(config: RunConfig, *, static_shapes: bool) -> MicroBatch:
         Group(),
         group_samples=plan.group_samples(),
         device=CUDA,
-        half=True,
+        half_precision=True,
         static_shapes=static_shapes,
         collator=training_row_collator(config, datasets.train),
         auxiliary=auxiliary_class(config.objective.auxiliary_or_empty()),

@@ -244,7 +244,7 @@ def test_staging_for_half_precision_on_a_cpu_pads_candidates_without_changing_th
     """Products have few shapes then, whose code is made once."""
     pretraining = initialized(tiny(objective))
     micro, cpu = prepared(pretraining), torch.device("cpu")
-    staged = micro.prepare_for(cpu, half=True)
+    staged = micro.prepare_for(cpu, half_precision=True)
     assert [len(one.ids_U) for one in staged.candidates] == [128]
     assert staged.batch is micro.batch
     torch.testing.assert_close(pretraining(staged), pretraining(micro))

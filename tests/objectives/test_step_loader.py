@@ -302,7 +302,7 @@ def test_half_precision_on_a_cpu_has_candidates_of_few_numbers(tmp_path: Path) -
         build_objective(config.objective, 60),
     )
     plain, half = (
-        StepLoader(*reading, config.data, config.batch, Group(), half=half).step(0) for half in (False, True)
+        StepLoader(*reading, config.data, config.batch, Group(), half_precision=half).step(0) for half in (False, True)
     )
     assert {len(micro.candidates[0].ids_U) for micro in half.micro_batches} == {128}  # type: ignore[arg-type]
     assert half.candidates == plain.candidates < 60  # as they are told

@@ -114,8 +114,8 @@ def test_a_run_in_slow_bf16_says_so_first(
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        (["batch.micro_size=8"], "about 5.4 ms, launching it the host about 17: "),
-        (["batch.micro_size=16", "parallel.tensor=2"], "about 5.4 ms, launching it the host about 17: "),
+        (["batch.micro_size=8"], "about 5.4 ms, and the host about 17 to launch: "),
+        (["batch.micro_size=16", "parallel.tensor=2"], "about 5.4 ms, and the host about 17 to launch: "),
         ([], ""),
     ],
 )

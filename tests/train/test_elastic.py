@@ -88,7 +88,7 @@ def test_under_other_launchers_a_line_says_that_nothing_starts_lost_ranks_again(
         used = elastic_launch(config, launch)
         ((name, line),) = describe_elastic(RunPlan.of(config, used.world_size), used)
         assert name == "elastic"
-        assert "nothing starts lost ranks again: torchrun's --max-restarts would" in line
+        assert "nothing restarts lost ranks; launch/elastic.sh would" in line
 
 
 @pytest.mark.parametrize("world", ["1", "3"])

@@ -210,7 +210,7 @@ def time_vocabularies(
 ) -> list[dict[str, object]]:
     """Times `steps` steps of `ranks` ranks with each vocabulary size and kind of embedding; returns a row for each.
 
-    All read ids of the smallest vocabulary. A warm-up step precedes, a step whose memory is measured follows."""
+    All read ids of the smallest vocabulary. A warm-up step comes first, a step with measured memory last."""
     smallest = _config_with_vocabulary(config, min(vocabularies), "dense", ranks)
     rows_by_step = token_rows(smallest, prefix, count=(steps + 2) * ranks)
     rows: list[dict[str, object]] = []

@@ -67,7 +67,7 @@ def step_batches(
         Group(),
         group_samples=group_samples,
         device=device,
-        half=config.engine.precision != "fp32",
+        half_precision=config.engine.precision != "fp32",
         collator=_collator(config),
         auxiliary=auxiliary_class(config.objective.auxiliary_or_empty()),
     )

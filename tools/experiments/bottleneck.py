@@ -5,7 +5,7 @@ permutation of the ids with cycles of 25 symbols. A text follows one cycle for 1
 last symbol never helps. From the second lap on, a model can copy the next symbol from the text; in the first lap it has
 to have learned the permutation, which has V facts.
 
-Every run reads the same number of tokens; of three learning rates, that by which an objective learns most facts counts.
+Every run reads the same number of tokens; of three learning rates, the one that teaches an objective most facts counts.
 """
 
 from __future__ import annotations
@@ -84,6 +84,6 @@ def write_language(folder: Path, size: int) -> Path:
                 start = generator.integers(CYCLE_LENGTH, size=texts + 1)
                 positions = (start[:, None] + np.arange(length)) % CYCLE_LENGTH
                 with IndexedDatasetWriter(folder / name, vocab_size=size) as writer:
-                    for walk in np.pad(cycles[cycle[:, None], positions], ((0, 0), (0, 1))):
-                        writer.add_document(walk)
+                    for document in np.pad(cycles[cycle[:, None], positions], ((0, 0), (0, 1))):
+                        writer.add_document(document)
     return folder

@@ -59,8 +59,7 @@ def compare_revocabulary(runner: ExperimentRunner, only: Sequence[str]) -> None:
 
 
 def _recovery_row(run: RunMetrics, goal: float) -> Row:
-    """Tokens and minutes (at median speed) until the first evaluation as good as `goal`; first and last scores;
-    speed."""
+    """Tokens and minutes (at median speed) until an evaluation is as good as `goal`; first and last scores; speed."""
     first = next(record for record in run.validation if record["step"])
     recovered_tokens = next((record["tokens"] for record in run.validation if record["bits_per_byte"] <= goal), None)
     return {

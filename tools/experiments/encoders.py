@@ -25,7 +25,7 @@ from steps.once import output_lock
 CORRUPTED_SHARE = 0.1
 FINE_TUNING = ["--max-train-rows", "3000", "--epochs", "3", "--learning-rate", "3e-4"]
 LANGUAGES = ("ar", "de", "en", "es", "fr", "hi", "zh")  # the paper's
-STEPS, PROBE_STEPS = 2000, 20  # of glue's plain encoder, and of runs that measure what a step of a variant costs
+STEPS, PROBE_STEPS = 2000, 20  # of glue's plain encoder, and of runs that measure a variant's cost per step
 SEEDS = 3  # of glue's fine-tuning
 
 
@@ -53,7 +53,7 @@ def compare_encoders(runner: ExperimentRunner, only: Sequence[str]) -> None:
 
 
 def _final_row(name: str, run: RunMetrics) -> Row:
-    """The last held-out scores, with the head of the run's evaluations."""
+    """The last held-out scores, by the head that the run evaluated."""
     last = run.validation[-1]
     scores = {f"{last['head']} head: {score}": last[score] for score in ("perplexity", "accuracy")}
     return {"run": name, **scores, "tokens/s": tokens_per_second(run)}
@@ -140,7 +140,7 @@ def compare_glue(runner: ExperimentRunner, only: Sequence[str]) -> None:
     """Trains variants of `neighbours` (or those of `only`) for equal FLOPs; with --tasks-data fine-tunes them.
 
     Held-out perplexity depends on a variant's masks, and for replaced tokens it is the generator's: only fine-tuning
-    compares them.
+    compares variants.
     """
     (names,) = select_names(only, GRIDS["glue"])
     budget, rows = STEPS * _flops_per_step(runner, PLAIN), []

@@ -52,7 +52,7 @@ def mean_candidates(run: RunMetrics, steps: range | None = None) -> int | None:
 
 
 MEASURES: dict[str, Callable[[RunMetrics], Any]] = {"speed": tokens_per_second, "candidates": mean_candidates}
-"""Columns of a grid's table that are no score of the last evaluation."""
+"""Columns of a grid's table other than scores of the last evaluation."""
 
 
 def evaluation_scores(record: Mapping[str, Any]) -> Row:

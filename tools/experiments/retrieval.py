@@ -17,7 +17,7 @@ from megahead.evaluate.harness_tasks import read_articles
 from steps.once import output_lock
 
 GRID = GRIDS["retrieval"]
-SHARE = 10  # one article in so many serves to choose learning rates, one for the final scores
+SHARE = 10  # one article in ten serves to choose learning rates, another for final scores
 SEARCHES = ("title", "sentence")
 
 
