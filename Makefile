@@ -5,6 +5,8 @@ ARGS ?=
 WORKERS ?= -n auto --dist worksteal
 TORCH_INDEX ?=
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
+# tests start many interpreters, each of which would compile all modules again
+export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: help install demo docs dist test test-long check lint types pytest test-gpu gpu-report gpu-wheels gpu-text format clean
 help:

@@ -177,7 +177,7 @@ MULTI_TOKEN = {"objective.multi_token": {"heads": 2, "weight": 1.0}}
         ("headless", 2, 1, 2, ROWS | LLAMA),
         ("headless", 3, 1, 2, GPT2),
         ("vanilla", 1, 2, 1, {}),
-        ("headless", 3, 2, 1, LLAMA | {"parallel.sequence": True, "engine.activation_checkpointing": True}),
+        long("headless", 3, 2, 1, LLAMA | {"parallel.sequence": True, "engine.activation_checkpointing": True}),
         long("tied", 2, 2, 2, GEMMA3),
     ],
     ids=str,

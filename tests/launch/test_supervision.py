@@ -39,7 +39,8 @@ def test_torchrun_starts_all_ranks_again_and_they_resume(tmp_path: Path, monkeyp
     told = command.replace("exec .venv/bin/torchrun ", "printf '%s\\n' ").replace(".venv/bin/python", sys.executable)
     environment = {**os.environ, "RANKS": "2", "RESTARTS": "1"}
     options = subprocess.check_output(["bash", "-c", told, "supervised", config_file(tmp_path)], env=environment)
-    assert subprocess.run(["bash", "-c", told, "supervised", tmp_path / "none.yaml"], env=environment).returncode == 2
+    refused = told.replace(sys.executable, "false")
+    assert subprocess.run(["bash", "-c", refused, "supervised", config_file(tmp_path)], env=environment).returncode == 1
     fork_pythons(monkeypatch)
     done = Script(TORCHRUN, *options.decode().splitlines(), environment=CPU).done()
     assert done.returncode == 0, done.stdout + done.stderr

@@ -23,6 +23,7 @@ from megahead.engine.engine import Engine
 from megahead.train import session
 from megahead.train.log import RunLogger
 from support.killable import Sabotage, codes, said, start_ranks
+from support.long import long
 from support.small_run import small_config, stage, write_text
 
 Act = Callable[[], Any]
@@ -149,7 +150,7 @@ def test_of_four_ranks_that_wait_for_each_other_three_name_the_fourth_once(tmp_p
     [
         ("before it connects", stop),
         ("before DeepSpeed's groups", stop),
-        ("before DeepSpeed's groups", hang),
+        long("before DeepSpeed's groups", hang),
         ("before it leaves", stop),
         ("before it leaves", hang),
     ],

@@ -21,6 +21,7 @@ from megahead.objectives.auxiliary import held_out_row_collator
 from megahead.objectives.pretraining import initial_weights, weight_shapes
 from megahead.report.read import read_metrics
 from megahead.train.run import pretrain
+from support.long import long
 from support.on_ranks import on_ranks
 from support.small_run import VOCABULARY, same_tensors, small_config, stage, write_text
 
@@ -87,9 +88,9 @@ def test_the_decoder_learns_what_cls_tells(
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
+        long({}),
         {"engine.embedding": "rows", "optimizer.eps": 1e-4, "objective.retromae.bag_weight": 0.5},
-        {"objective": {"name": "vanilla", "tied": True, "retromae": {"bag_weight": 0.5}}},
+        long({"objective": {"name": "vanilla", "tied": True, "retromae": {"bag_weight": 0.5}}}),
         {"objective": TSDAE, "engine.embedding": "rows", "optimizer.eps": 1e-4},
     ],
     ids=str,

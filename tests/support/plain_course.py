@@ -1,4 +1,4 @@
-"""A run of six steps on any mesh, and the plain torch process that it must equal."""
+"""A run of four steps on any mesh, and the plain torch process that it must equal."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from support.initialized import initialized
 from support.on_ranks import on_ranks
 from support.small_run import shipped, small_config
 
-STEPS = 6
+STEPS = 4
 OBJECTIVES = {
     "headless": {"name": "headless"},
     "vanilla": {"name": "vanilla"},
@@ -37,7 +37,7 @@ ROWS = {"engine.embedding": "rows"}
 
 
 class Course(NamedTuple):
-    """What six steps were like, and where they led."""
+    """What four steps were like, and where they led."""
 
     losses: list[float]
     norms: list[float]
