@@ -275,8 +275,9 @@ class ObjectiveConfig(Settings):
         return unscheduled.model_copy(update={"tied": False}) if self.ends_with_vanilla() else unscheduled
 
     def last_phase(self) -> ObjectiveConfig:
-        """The vanilla objective at the end of a run with `schedule.vanilla_share`."""
-        shared = {name: getattr(self, name) for name in ("tied", "score", "temperature", "learned_temperature")}
+        """The vanilla objective at the end of a run with `schedule.vanilla_share`, beside its `custom` one."""
+        fields = ("tied", "score", "temperature", "learned_temperature", "custom")
+        shared = {name: getattr(self, name) for name in fields}
         return ObjectiveConfig(name="vanilla", output_bias=True, **shared)
 
     def groups_are_micro_batches(self) -> bool:

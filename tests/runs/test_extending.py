@@ -15,6 +15,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 from megahead.config.auxiliaries import CustomConfig
 from megahead.config.base import load_class
+from megahead.config.plan import phases_of
 from megahead.config.run import RunConfig
 from megahead.data.batch import Batch
 from megahead.data.loader import training_collator
@@ -112,6 +113,16 @@ def test_it_learns_is_evaluated_counted_and_exported(folder: Path) -> None:
     export(folder / "run", folder / "out", "pmi")
     exported = AutoModelForCausalLM.from_pretrained(folder / "out")
     assert not [name for name in exported.state_dict() if "transform" in name]
+
+
+def test_it_goes_on_in_a_vanilla_phase(folder: Path) -> None:
+    config = decoder(folder, "run", {"objective.schedule": {"vanilla_share": 0.5}})
+    on_ranks(1, run, config)
+    log = read_metrics(folder / "run")
+    assert [record["auxiliary_loss"] > 0 for record in log.training] == [True] * 6
+    assert log.validation[-1]["auxiliary"]["loss"] > 0
+    shapes = weight_shapes(phases_of(config)[-1].config)
+    assert run_parameters(config).total == sum(shape.numel() for shape in shapes.values())
 
 
 def test_the_strategy_masks_windows_and_an_encoder_exports(folder: Path) -> None:
