@@ -40,13 +40,13 @@ def main() -> None:
     parser.add_argument("--utilization", type=float, default=0.4, help="share of the peak that is reached")
     arguments = parser.parse_args()
     config = load_config(arguments.config, arguments.set)
-    plan = RunPlan.of(config, arguments.world_size)
+    plan = RunPlan.of(config, config.usable_ranks(arguments.world_size))
     console = terminal(soft_wrap=True)
     for line in parameter_lines(plan):
         console.print(line)
     console.print(memory_table(plan, arguments.memory))
     console.print(verdict(plan, arguments.memory))
-    flops_per_second = arguments.world_size * arguments.peak * 1e12 * arguments.utilization
+    flops_per_second = plan.ranks * arguments.peak * 1e12 * arguments.utilization
     console.print(training_time(plan, flops_per_second))
 
 

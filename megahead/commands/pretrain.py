@@ -86,6 +86,6 @@ def describe(config: RunConfig, world_size: int) -> str:
     from megahead.train.preflight import check_available_files, describe_assumed_device, describe_files, describe_run
 
     check_available_files(config)
-    plan = RunPlan.of(config, world_size)
+    plan = RunPlan.of(config, config.usable_ranks(world_size))
     lines = [*describe_run(plan), describe_assumed_device(plan), describe_files(config)]
     return "\n".join(f"{name:<12}{value}" for name, value in lines)

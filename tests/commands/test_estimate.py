@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megahead.commands.estimate import PARTS, memory_table, parameter_lines, training_time
+from megahead.commands.estimate import PARTS, main, memory_table, parameter_lines, training_time
+from megahead.commands.pretrain import describe
 from megahead.config.loading import load_config
 from megahead.config.plan import RunPlan, phases_of
 from megahead.config.run import RunConfig
@@ -54,3 +55,14 @@ def test_the_table_of_memory_is_whole_in_80_columns(capsys: pytest.CaptureFixtur
     printed = capsys.readouterr().out
     assert all(f" {part} " in printed for part in [*PARTS, "total", "fits 80", *(f"ZeRO {k}" for k in range(4))])
     assert max(map(len, printed.splitlines())) < 80
+
+
+def test_an_elastic_run_is_planned_on_the_ranks_that_train(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = ["parallel.elastic=true", "batch.global_size=4", "batch.micro_size=1"]
+    assert "1 tensor x 2 data ranks" in describe(load_config("demo-headless", settings), 3)
+    words = ["--config", "demo-headless", "--world-size", "3", *(f"--set={setting}" for setting in settings)]
+    monkeypatch.setattr("sys.argv", ["estimate", *words, "--peak", "100", "--utilization", "0.5"])
+    main()
+    assert "tokens at 100 TFLOP/s" in capsys.readouterr().out
