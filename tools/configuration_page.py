@@ -83,7 +83,7 @@ def _describe_type(info: Schema) -> str:
     if "prefixItems" in info:
         return f"list of {TYPES[info['prefixItems'][0]['type']]}s"
     if info["type"] == "array":
-        name = f"list of {_describe_type(info['items'])}s"
+        name = f"list of {TYPES.get(info['items'].get('type'), 'section')}s{_describe_range(info['items'])}"
     else:
         name = TYPES.get(info["type"], "settings")
     return name + _describe_range(info) + (", not empty" if "minLength" in info or "minItems" in info else "")

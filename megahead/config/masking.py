@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from math import cos, pi
 from typing import Any, Literal, get_args
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, NonNegativeInt, field_validator, model_validator
 
 from megahead.config.base import Settings, refuse, require, require_class_path
 from megahead.config.data import DataConfig
@@ -56,7 +56,7 @@ class MaskingConfig(Settings):
     sep_token: int = Field(ge=0)
     """Id that ends each row's text; may equal data.end_token."""
 
-    special_tokens: list[int] = Field(default=[])
+    special_tokens: list[NonNegativeInt] = Field(default=[])
     """Further ids that are neither masked nor used as replacements, such as padding."""
 
     diffusion: bool = False

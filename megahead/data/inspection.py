@@ -51,7 +51,8 @@ class Inspection:
     def sequence(self, i: int) -> Array:
         """Sequence i; FieldError if there is none."""
         if not 0 <= i < len(self.dataset):
-            raise FieldError("--sequence", f"be below their number ({pluralize(len(self.dataset), 'sequence')})", got=i)
+            rule = f"be at least 0 and below their number ({pluralize(len(self.dataset), 'sequence')})"
+            raise FieldError("--sequence", rule, got=i)
         return self.dataset[i]
 
     def count_end_tokens(self, end_token: int) -> int:
@@ -68,8 +69,9 @@ class Inspection:
         if not self.dataset.num_tokens:
             findings.append("there is no token: it cannot be trained on, and a merge leaves it out.")
         ends = self.count_end_tokens(end_token)
-        if self.dataset.num_tokens and ends < max(self.dataset.num_documents, 1):
-            often = f"occurs {ends:,} times in {self.dataset.num_documents:,} documents" if ends else "never occurs"
+        documents = np.count_nonzero(np.diff(self.dataset.document_boundaries()))  # an empty one needs no end
+        if self.dataset.num_tokens and ends < max(documents, 1):
+            often = f"occurs {ends:,} times in {documents:,} documents" if ends else "never occurs"
             findings.append(
                 f"the end token {end_token} {often}: documents that share a row cannot be separated "
                 "(tokenized without end tokens, or another id closes them)."
@@ -344,9 +346,7 @@ def survey(path: Path, exclude: Path | None = None) -> TextSurvey:
         first = next((f"`{file}` {reason}" for file, reason in skipped.items()), "it is empty")
         raise DataError(f"`{path}` must hold text, but {first}.")
     keys = [key for key, _ in bytes_by_key.most_common() if key != NO_KEY]
-    return TextSurvey(
-        path.resolve().name, inputs, tuple(sorted(keys, key=lambda key: key not in PREFERRED_KEYS)), skipped
-    )
+    return TextSurvey(path.resolve().name, inputs, tuple(sorted(keys, key=[*PREFERRED_KEYS, *keys].index)), skipped)
 
 
 def _type_name(item: Input) -> str:

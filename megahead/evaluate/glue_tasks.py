@@ -343,18 +343,20 @@ class DataSource:
     folder: Path | None
     """Folder of published files; None for the Hugging Face hub."""
 
-    def read_splits(self, name: str) -> tuple[PublishedRows | None, PublishedRows]:
-        """Returns rows to train on (None without a training split) and to evaluate on. DataError without either."""
+    def read_splits(self, name: str, *, only_dev: bool = False) -> tuple[PublishedRows | None, PublishedRows]:
+        """Returns rows to train on (None without a training split, or if `only_dev`) and to evaluate on. DataError
+        without either."""
         task = TASKS[name]
         if self.folder is None:
             repository, configuration, dev = task.hub
-            return _hub_rows(repository, configuration, "train"), _hub_rows(repository, configuration, dev)
+            train = None if only_dev else _hub_rows(repository, configuration, "train")
+            return train, _hub_rows(repository, configuration, dev)
         available = [files for files in task.files if self._has_files(files.dev)]
         if not available:
             paths = " or ".join(files.dev.replace("+", " and ") for files in task.files)
             raise DataError(f"`{self.folder}` must hold {paths} for task {name}, but lacks it.")
         files = next((files for files in available if self._has_files(files.train)), available[0])
-        has_train = self._has_files(files.train)
+        has_train = not only_dev and self._has_files(files.train)
         train = replace(files.read(self.folder / files.train), source=files.train) if has_train else None
         parts = [files.read(self.folder / path) for path in files.dev.split("+")]
         rows = [row for part in parts for row in part.rows]
@@ -413,11 +415,11 @@ def _load_examples(name: str, sources: DataSource, *, trains_on_dev: bool | None
     trains_on_dev: None for the training language. For another language: whether the training language's dev split was
     cut in halves; its translation is then cut in the same way, and otherwise stays whole.
     """
-    train, dev = sources.read_splits(name)
+    train, dev = sources.read_splits(name, only_dev=trains_on_dev is not None)
     task, examples, split = TASKS[name], _build_examples(name, dev), name.split("/")[1]
     if trains_on_dev is False:
         return TaskData(name, task, [], {split: examples}, False, dev.num_skipped)
-    if train is not None and trains_on_dev is None:
+    if train is not None:
         num_skipped = train.num_skipped + dev.num_skipped
         return TaskData(name, task, _build_examples(name, train), {split: examples}, False, num_skipped)
     if dev.num_skipped and task.rows_per_unit > 1:

@@ -71,6 +71,8 @@ def test_the_histogram_doubles_its_ranges(write_dataset: Callable[..., Path]) ->
 def test_what_would_spoil_training_is_said(write_dataset: Callable[..., Path], tmp_path: Path) -> None:
     fine = inspect_dataset(write_dataset([[5, 0]], name="fine"))
     assert fine.warnings(end_token=0) == []
+    ended = inspect_dataset(write_dataset([[5, 0], []], name="ended"))
+    assert ended.warnings(end_token=0) == ["1 sequence without a token."]
     poor = inspect_dataset(write_dataset([[5, 9], []], name="poor"))
     save_tokenizer(train_wordpiece(["a b c d"], 13), tmp_path / "nine.json")
     never, beyond, empty = poor.warnings(end_token=0, tokenizer=load_tokenizer(tmp_path / "nine.json"))

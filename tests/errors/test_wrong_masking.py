@@ -161,6 +161,10 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         "`masking.mask_decoder_layers` must be left out of a modernbert, whose last norm would be the decoder's, but is 1 instead.",
     ),
     (
+        BERT | {"masking": MASKS | {"special_tokens": [3, -1]}},
+        "`masking.special_tokens.1` must be at least 0, but is -1 instead.",
+    ),
+    (
         BERT | {"masking": MASKS, "model.size": "roberta-base"},
         "`masking.special_tokens` must include 1, the padding id of a roberta (model.position_offset - 1), but is [] instead; its tokens have no position, and the text must not contain it.",
     ),

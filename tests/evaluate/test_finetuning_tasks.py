@@ -96,6 +96,9 @@ def test_halves_of_xnli_share_no_premise_and_are_the_same_rows_in_all_languages(
     whole = load_task("xnli/fr", DataSource(tmp_path), languages=["fr"])
     assert (whole.trains_on_dev, whole.train, list(whole.evaluation_sets)) == (False, [Example("A", ("B",), 2)], ["fr"])
     assert len(whole.evaluation_sets["fr"]) == 12
+    put(tmp_path, "xnli/multinli.train.en.tsv", "not as published, and not read\n")
+    assert list(load_task("xnli/fr", DataSource(tmp_path)).evaluation_sets) == ["fr", "en"]
+    (tmp_path / "xnli/multinli.train.en.tsv").unlink()
     languages = {name: load_task(f"xnli/{name}", DataSource(tmp_path)) for name in ("fr", "en")}
     assert {name: len([*rows]) for name, rows in languages["fr"].evaluation_sets.items()} == {"fr": 12, "en": 12}
     premises = {example.first_text[3:] for example in languages["en"].train}

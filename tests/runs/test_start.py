@@ -298,6 +298,12 @@ def test_folders_without_text_are_refused(tmp_path: Path, files: dict[str, bytes
         survey(tmp_path)
 
 
+def test_a_text_is_preferred_to_a_content_of_which_there_is_more(tmp_path: Path) -> None:
+    (tmp_path / "large.jsonl").write_text(json.dumps({"content": "a b " * 200}))
+    (tmp_path / "small.jsonl").write_text(json.dumps({"text": "one", "content": "two"}))
+    assert survey(tmp_path).keys == ("text", "content")
+
+
 def test_what_cannot_be_opened_or_is_another_programs_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "app").mkdir()
     (tmp_path / "app/state.json").write_text('{"window": 1}')
