@@ -98,8 +98,8 @@ class ScheduleConfig(Settings):
         return _resolve_steps(self.warmup_steps, total_steps)
 
     def num_decay_steps(self, total_steps: int) -> int:
-        """Steps of the final decay in a run of `total_steps`; 0 for other schedules than wsd."""
-        return _resolve_steps(self.decay_steps or 0, total_steps)
+        """Steps of the final decay in a run of `total_steps`, at least 1; 0 for other schedules than wsd."""
+        return 0 if self.decay_steps is None else max(1, _resolve_steps(self.decay_steps, total_steps))
 
     def resolved_steps(self, total_steps: int) -> dict[str, int]:
         """{full name: steps} of the settings that may be shares, for comparing schedules."""

@@ -38,7 +38,7 @@ METRICS: Mapping[str, Callable[[Floats, Floats], float]] = {
     "matthews": matthews_corrcoef,
     "f1": lambda labels, predictions: f1_score(labels, predictions, zero_division=0.0),
     "macro_f1": lambda labels, predictions: f1_score(labels, predictions, average="macro", zero_division=0.0),
-    "pearson": lambda labels, predictions: pearsonr(labels, predictions).statistic,
+    "pearson": lambda labels, predictions: pearsonr(labels, predictions).statistic if len(labels) > 1 else np.nan,
     "spearman": lambda labels, predictions: spearmanr(labels, predictions).statistic,
 }
 """By name: functions of labels and predictions, with a maximum of 1."""

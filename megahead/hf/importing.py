@@ -22,7 +22,7 @@ from megahead.config.masking import SPECIAL_TOKEN_FIELDS
 from megahead.config.model import ENCODERS, ModelConfig
 from megahead.config.run import RunConfig
 from megahead.data.tokenizer import copy_tokenizer
-from megahead.distributed.tensors import block_ranges, finite_blocks, join_blocks, require_finite
+from megahead.distributed.tensors import block_ranges, finite_blocks, join_blocks
 from megahead.errors import CheckpointError, ConfigError, FieldError
 from megahead.files import atomic_folder, write_atomically
 from megahead.hf.bert import position_offset
@@ -258,9 +258,7 @@ def from_hf(
     target_counts_V: how often each id was a target in a headless model's training, if known.
     """
     hf_model, hf_settings = HFModel.open(model_dir), HFSettings.from_folder(model_dir)
-    files = (model_dir / name for name in ("tokenizer.json", "tokenizer.model"))
-    tokenizer = next((file for file in files if file.is_file()), None)
-    named_ids = None
+    tokenizer, named_ids = _find_tokenizer(model_dir), None
     if hf_model.model_settings()["family"] in ENCODERS:
         named_ids = _named_special_ids(model_dir, hf_settings, tokenizer, special_ids or {})
     config = _run_config(hf_model, hf_settings, named_ids)
@@ -271,6 +269,11 @@ def from_hf(
         save_initial_checkpoint(run, tensors, config, tokenizer, unnamed_tokens=unnamed)
         hf_settings.save(run)
     return output_dir
+
+
+def _find_tokenizer(model_dir: Path) -> Path | None:
+    files = (model_dir / name for name in ("tokenizer.json", "tokenizer.model"))
+    return next((file for file in files if file.is_file()), None)
 
 
 def save_initial_checkpoint(
@@ -361,15 +364,10 @@ def load_input_embedding(path: Path) -> tuple[Tensor, Path]:
     finite.
     """
     if find_checkpoint(path) is None:
-        files = weight_files(path)
-        family = find_family(read_hf_config(path))
-        hf_name = next((name for name in files if family.parameter_names(name) == (EMBEDDING,)), None)
-        if hf_name is None:
-            raise CheckpointError(f"`{path}` must hold an input embedding, but does not.")
-        with safe_open(files[hf_name], framework="pt") as file:
-            weight_VD: Tensor = file.get_tensor(hf_name).float()
-        require_finite([(hf_name, weight_VD)], files[hf_name])
-        tokenizer: Path | None = path / "tokenizer.json"
+        hf_model = HFModel.open(path)
+        config = ModelConfig(**hf_model.model_settings())
+        weight_VD = hf_model.weight(EMBEDDING, torch.Size((config.vocab_size, config.hidden_size)))
+        tokenizer = _find_tokenizer(path)
     else:
         model = TrainedModel.open(path)
         weight_VD = model.weight(EMBEDDING)[: model.config.model.vocab_size]

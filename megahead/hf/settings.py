@@ -120,7 +120,7 @@ class HFSettings:
         """Returns the ids that end a text, those of config.json first."""
         values = (self.read_json(name).get("eos_token_id") for name in (CONFIG_FILE, GENERATION_FILE))
         ids = [id_ for value in values for id_ in (value if isinstance(value, list) else [value])]
-        return [id_ for id_ in ids if isinstance(id_, int)]
+        return [id_ for id_ in ids if isinstance(id_, int) and id_ >= 0]  # some write -1 for none
 
     def special_ids(self, tokenizer: Path | None) -> dict[str, int | None]:
         """Returns the ids of an encoder's mask, cls and sep token: by the tokenizer's settings, by BERT's spelling, by
@@ -144,7 +144,7 @@ class HFSettings:
         ids = [] if vocabulary is None else [vocabulary.find(text) for text in texts if text and isinstance(text, str)]
         ids += [hf_config.get(f"{key}_id") for key in keys]
         ids += [] if vocabulary is None else [vocabulary.find(text) for text in spellings]
-        return [id_ for id_ in ids if isinstance(id_, int) and id_ < hf_config["vocab_size"]]
+        return [id_ for id_ in ids if isinstance(id_, int) and 0 <= id_ < hf_config["vocab_size"]]
 
     def _has_same_ids(self, tokenizer: Path) -> bool:
         """Whether their tokenizer gives the same ids as `tokenizer`."""

@@ -74,6 +74,7 @@ def test_metrics_of_constant_predictions_are_zero_and_of_right_ones_one() -> Non
     for metric in ("matthews", "pearson", "spearman"):
         assert compute_metric(metric, right, constant) == 0.0
         assert compute_metric(metric, right, right) == pytest.approx(1.0)
+        assert compute_metric(metric, right[:1], right[:1]) == 0.0
     assert compute_metric("f1", right, constant) == pytest.approx(2 / 3)
     assert compute_metric("macro_f1", right, constant) == pytest.approx(1 / 3)
     assert compute_metric("accuracy", right, constant) == 0.5

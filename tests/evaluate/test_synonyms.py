@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.nn.functional import cosine_similarity
 
 from megahead.data.tokenizer import load_tokenizer
@@ -87,6 +87,18 @@ def test_an_embedding_is_the_same_from_a_run_and_from_its_export(run: Path) -> N
         assert tokenizer == folder / "tokenizer.json"
         assert torch.equal(weight_VD, load_file(folder / "model.safetensors")[name])
         assert torch.equal(weight_VD, load_input_embedding(run)[0])
+
+
+def test_an_embedding_is_read_where_only_the_tied_head_is_stored(run: Path) -> None:
+    """And the tokenizer is one of SentencePiece."""
+    folder = export(run, run.parent / "out", "tied").folder
+    weights = load_file(folder / "model.safetensors")
+    embedding = weights.pop("gpt_neox.embed_in.weight")
+    save_file(weights | {"embed_out.weight": embedding}, folder / "model.safetensors", {"format": "pt"})
+    (folder / "tokenizer.json").rename(folder / "tokenizer.model")
+    weight_VD, tokenizer = load_input_embedding(folder)
+    assert torch.equal(weight_VD, embedding)
+    assert tokenizer == folder / "tokenizer.model"
 
 
 def test_the_command_draws_several_models(wordnet: Path, run: Path, monkeypatch, capsys) -> None:

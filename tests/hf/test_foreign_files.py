@@ -80,6 +80,8 @@ def test_a_key_of_another_type_is_a_sentence(tmp_path: Path, wrong: dict[str, ob
 
 def test_a_special_token_that_is_none_is_not_read(tmp_path: Path) -> None:
     folder = save_small_encoder(tmp_path / "model")
+    settings = json.loads((folder / "config.json").read_text()) | {"eos_token_id": -1, "cls_token_id": -1}
+    (folder / "config.json").write_text(json.dumps(settings))
     (folder / "tokenizer_config.json").write_text(json.dumps({"cls_token": 5, "mask_token": {}}))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ["[SEP]", None]}))
     ids = yaml.safe_load((from_hf(folder, tmp_path / "run") / "model.yaml").read_text())["masking"]

@@ -20,6 +20,7 @@ from megahead.data.vocabulary_map import ByteVocabulary, map_vocabulary
 from megahead.errors import UserError
 from megahead.hf.export import export
 from megahead.hf.revocabulary import revocabulary
+from megahead.hf.trained import TrainedModel
 from support.forked import run_script
 from support.small_checkpoint import save_small, small_config
 from support.vocabularies import GERMAN, TEXT, vocabulary
@@ -139,6 +140,9 @@ def test_positions_of_a_roberta_begin_after_the_new_padding_id(tmp_path: Path) -
     old = vocabulary(tmp_path, "wordpiece")  # [PAD] is 0
     settings = encoder(len(old.spellings), "tied").model_dump(mode="json", exclude_unset=True)
     settings["model"] |= {"family": "xlm_roberta", "position_offset": 1, "token_types": 1}
+    electra = config_from_dict(settings | {"objective": {"name": "vanilla", "replaced_tokens": {}}})
+    assert revocabulary(saved(tmp_path / "electra", old, electra), tmp_path / "new.json", tmp_path / "moved")
+    TrainedModel.open(tmp_path / "moved").load()
     run = saved(tmp_path / "run", old, config_from_dict(settings))
     revocabulary(run, tmp_path / "new.json", tmp_path / "out")
     config = config_from_dict(open_checkpoint(tmp_path / "out").config)

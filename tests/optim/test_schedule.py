@@ -95,6 +95,7 @@ def test_a_share_of_decay_follows_the_length_of_the_run() -> None:
     shared = ScheduleConfig(name="wsd", decay_steps=0.25)
     for total in (40, 400):
         assert curve(shared, total) == curve(ScheduleConfig(name="wsd", decay_steps=total // 4), total)
+    assert curve(ScheduleConfig(name="wsd", decay_steps=0.01), 30) == pytest.approx([1.0] * 29 + [0.1])
 
 
 @pytest.mark.parametrize("given", [1.5, -0.1, -1])
