@@ -83,6 +83,10 @@ def print_error(message: str) -> None:
     print_line(f"error: {message}", sys.stderr)
 
 
+_CLOSED_PIPE_CODE = 141
+"""A shell's code for a program that ended since the reader of its output had gone (128 + SIGPIPE)."""
+
+
 def run_command(
     main: Callable[[], int | None], *, immediate_exit: bool = False, report: Callable[[str], None] = print_error
 ) -> None:
@@ -90,11 +94,14 @@ def run_command(
 
     Reports the first slow import, so that no command is silent for long. `immediate_exit`: exit after an error or
     Ctrl-C without joining threads, which may wait for other processes. `report` prints the error, on some ranks only.
+    Without `immediate_exit` a closed pipe ends the command in silence.
     """
     try:
         with slow_imports_reported():
             sys.exit(main() or 0)
     except (UserError, OSError) as error:
+        if isinstance(error, BrokenPipeError) and not immediate_exit:
+            exit_immediately(_CLOSED_PIPE_CODE)  # `head` has read enough
         report(str(error))
         exit_immediately(2) if immediate_exit else sys.exit(2)
     except KeyboardInterrupt:

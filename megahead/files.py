@@ -115,12 +115,15 @@ def is_full(error: BaseException) -> bool:
 
 @contextmanager
 def as_write_error(path: Path) -> Iterator[None]:
-    """Turns an OSError in the block into a WriteError about `path`."""
+    """Turns an OSError in the block into a WriteError about `path`, unless it names a file that is read."""
     try:
         yield
     except WriteError:
         raise
     except OSError as error:
+        named = path if error.filename is None else Path(str(error.filename))
+        if named not in path.parents and path.name not in str(named):  # temporary paths contain the name
+            raise
         raise WriteError(path, error) from error
 
 

@@ -15,8 +15,8 @@ from megahead.distributed.group import has_fast_bf16
 # Parameter groups: weight decay, learning rate and optimizer of each parameter.
 
 
-EMBEDDING_SUFFIXES = ("embedding.weight", "head.weight")
-"""Ends of the names of the embedding and of an untied head."""
+EMBEDDING_NAMES = ("backbone.embedding.weight", "head.weight")
+"""The names of the embedding and of an untied head."""
 
 QKV_SUFFIX = ".qkv.weight"
 """End of the name of a fused QKV projection, whose module has a `head_size`."""
@@ -62,7 +62,7 @@ def set_learning_rate(groups: Iterable[dict[str, Any]], learning_rate: float) ->
 def _group_options(module: nn.Module, name: str, parameter: Tensor, config: OptimizerConfig) -> GroupOptions:
     if parameter.ndim < 2:
         return GroupOptions(weight_decay=0.0)
-    if name.endswith(EMBEDDING_SUFFIXES):
+    if name in EMBEDDING_NAMES:
         return GroupOptions(config.weight_decay, config.table.learning_rate_ratio)
     if config.name == "muon" and "blocks." in name:
         attention: Any = module.get_submodule(name.removesuffix(QKV_SUFFIX)) if name.endswith(QKV_SUFFIX) else None

@@ -69,7 +69,7 @@ class Inspection:
         if not self.dataset.num_tokens:
             findings.append("there is no token: it cannot be trained on, and a merge leaves it out.")
         ends = self.count_end_tokens(end_token)
-        documents = np.count_nonzero(np.diff(self.dataset.document_boundaries()))  # an empty one needs no end
+        documents = int((np.diff(self.dataset.document_boundaries()) > 0).sum())  # an empty one needs no end
         if self.dataset.num_tokens and ends < max(documents, 1):
             often = f"occurs {ends:,} times in {documents:,} documents" if ends else "never occurs"
             findings.append(

@@ -267,11 +267,13 @@ def train_epochs(
             optimizer.zero_grad()
             losses.append(group.all_reduce_(loss.detach().clone()))
             step += 1
-        mean_loss = float(torch.stack(losses).mean())
-        if not math.isfinite(mean_loss):
-            raise UserError(f"The loss must be finite, but is {mean_loss} at step {step}; lower --learning-rate.")
+        losses_S = torch.stack(losses)
+        if not losses_S.isfinite().all():
+            first = int(losses_S.isfinite().int().argmin())
+            at = f"is {losses_S[first]:g} at step {step - len(losses) + first + 1}"
+            raise UserError(f"The loss must be finite, but {at}; lower --learning-rate.")
         seconds = time.monotonic() - start
-        yield EpochScores(mean_loss, compute_scores(), seconds)
+        yield EpochScores(float(losses_S.mean()), compute_scores(), seconds)
 
 
 # One model on one task, from its folder to its scores.

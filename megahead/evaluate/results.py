@@ -27,7 +27,7 @@ class ResultCache:
     """
 
     def __init__(self, path: Path | None, *fields: str, is_writer: bool = True) -> None:
-        self._path = path if is_writer else None
+        self._path, self._fields = path if is_writer else None, fields
         self.entries = _read_entries(path, fields) if path is not None and path.exists() else []
         """All results, in the order in which they were added."""
 
@@ -36,7 +36,10 @@ class ResultCache:
         return next((entry for entry in self.entries if _matches(entry, key, key)), None)
 
     def add(self, key: Mapping[str, Any], values: Mapping[str, Any], *, replaces: Sequence[str]) -> None:
-        """Stores `values` under `key`, and removes entries with the same values of the keys in `replaces`."""
+        """Stores `values` under `key`, and removes entries with the same values of the keys in `replaces`. Keeps what
+        another command has written to the file meanwhile."""
+        if self._path is not None and self._path.exists():
+            self.entries = _read_entries(self._path, self._fields)
         self.entries = [entry for entry in self.entries if not _matches(entry, key, replaces)]
         self.entries.append({**key, **values})
         if self._path is not None:
@@ -100,12 +103,12 @@ class TaskResult:
     """Largest number of examples that were scored; None: all."""
 
     num_truncated: int = 0
-    """Inputs that exceed the context: requests of lm-eval (a text and a continuation), truncated on the left; texts for
-    an encoder, truncated on the right."""
+    """Inputs that exceed the limit: requests of lm-eval (a text and a continuation) longer than the context, truncated
+    on the left; texts for an encoder, truncated on the right."""
 
     def truncation_note(self) -> str:
-        """Returns a line about truncated requests; empty without any."""
-        note = f"{self.task}: {pluralize(self.num_truncated, 'request')} longer than the context, and truncated"
+        """Returns a line about truncated inputs; empty without any."""
+        note = f"{self.task}: {pluralize(self.num_truncated, 'input')} longer than the limit, and truncated"
         return note if self.num_truncated else ""
 
 

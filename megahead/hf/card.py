@@ -118,6 +118,8 @@ def _training_facts(model: TrainedModel) -> dict[str, str]:
     config, tokens = model.config, model.checkpoint.state.get("tokens")
     sizes, batch, optimizer = config.model, config.batch, config.optimizer
     objective = "contrastive weight tying (headless)" if config.objective.name == "headless" else "vanilla softmax"
+    vanilla_weight = config.objective.vanilla_weight
+    mixed = [f"{vanilla_weight:g} vanilla softmax"] if vanilla_weight else []
     seconds = model.checkpoint.state.get("seconds")
     trained_for = [pluralize(model.checkpoint.step, "step")]
     trained_for += [] if tokens is None else [pluralize(tokens, "token")]
@@ -126,7 +128,7 @@ def _training_facts(model: TrainedModel) -> dict[str, str]:
     described = [text] if auxiliary is not None and (text := auxiliary.describe()) else []
     layers, heads = pluralize(sizes.num_layers, "layer"), pluralize(sizes.num_heads, "head")
     facts = {
-        "Objective": ", ".join([objective, *described, f"temperature {model.temperature():g}"]),
+        "Objective": ", ".join([objective, *mixed, *described, f"temperature {model.temperature():g}"]),
         "Shape": f"{layers}, width {sizes.hidden_size}, {heads}",
         "Vocabulary": f"{sizes.vocab_size:,} ids",
         "Trained for": ", ".join(trained_for),

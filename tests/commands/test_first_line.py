@@ -42,3 +42,14 @@ def test_a_slow_import_is_announced_by_one_rank(command: list[str], rank: str, s
         [sys.executable, "-m", "megahead", *command], capture_output=True, text=True, cwd=tmp_path, env=environment
     )
     assert (done.returncode, done.stdout, done.stderr) == (7, "", stderr)
+
+
+def test_a_command_whose_reader_has_read_enough_ends_in_silence() -> None:
+    printing = "from megahead.errors import run_command; run_command(lambda: print('a line\\n' * 100_000))"
+    with subprocess.Popen(
+        [sys.executable, "-c", printing], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT
+    ) as command:
+        assert command.stdout is not None
+        assert command.stderr is not None
+        command.stdout.close()
+        assert (command.stderr.read(), command.wait()) == (b"", 141)

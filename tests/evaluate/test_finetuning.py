@@ -144,7 +144,7 @@ def test_a_body_with_a_hole_is_refused(tmp_path: Path) -> None:
 def test_a_loss_that_is_not_finite_is_reported(tmp_path: Path) -> None:
     task_run = FineTuningRun(InitialModel("small", save_small_encoder(tmp_path / "model")), same_word(32), SETTINGS)
     wild = FineTuningRun(task_run.initial_model, task_run.data, replace(SETTINGS, learning_rate=1e30))
-    with pytest.raises(UserError, match="lower --learning-rate"):
+    with pytest.raises(UserError, match="nan at step 2; lower --learning-rate"):
         list(wild.run(0))
 
 

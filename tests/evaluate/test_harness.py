@@ -179,6 +179,6 @@ def test_nothing_of_git_or_of_long_texts_reaches_the_terminal(
     file.write_text(json.dumps({"text": "the cat " * 3000 + "sat"}) + "\n")
     (task,) = evaluate_tasks(folder, task_files(["cloze"], cloze=file), batch_size=1)
     assert (task.samples, task.num_truncated) == (1, 1)
-    assert task.truncation_note() == "cloze: 1 request longer than the context, and truncated"
+    assert task.truncation_note() == "cloze: 1 input longer than the limit, and truncated"
     said = "".join(capfd.readouterr())
     assert [part for part in ("fatal", "git", "Token indices", "indexing errors") if part in said] == []

@@ -57,6 +57,15 @@ def test_a_newer_result_takes_the_place_of_the_older_and_of_no_other(model: Path
     assert [(entry["limit"], entry["samples"]) for entry in entries] == [(None, 3), (3, 2)]
 
 
+def test_two_commands_at_once_keep_each_others_results(model: Path) -> None:
+    output, data = model.parent / "scores.json", model.parent / "sciq.jsonl"
+    first, second = ResultsFile(output), ResultsFile(output)
+    first.add(model, model, data, RESULT)
+    second.add(model, model, data, replace(RESULT, task="race"))
+    first.add(model, model, data, replace(RESULT, task="arc"))
+    assert [result.task for result in ResultsFile(output).for_model(model, 3)] == ["sciq", "race", "arc"]
+
+
 @pytest.mark.parametrize(
     "content",
     [

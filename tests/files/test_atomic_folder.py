@@ -72,6 +72,13 @@ def test_a_place_that_cannot_be_written_is_told_in_a_sentence(tmp_path: Path) ->
         pytest.fail("the block must not run")
 
 
+def test_an_input_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"input\.json") as raised, atomic_folder(tmp_path / "out"):
+        (tmp_path / "input.json").read_bytes()
+    assert not isinstance(raised.value, UserError)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_earlier_output_survives_a_new_one_that_cannot_take_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,8 +48,9 @@ def test_the_folder_is_complete_and_says_what_it_is(tmp_path: Path) -> None:
 
 
 def test_the_card_tells_data_and_the_last_evaluation_before_the_checkpoint(tmp_path: Path) -> None:
+    mixed = {"vanilla_weight": 0.3, "tied": True}
     blend = [{"prefix": "texts/wiki", "weight": 0.75}, {"prefix": "texts/novels", "weight": 0.25}]
-    save_small(tmp_path / "run", small_config(data={"train": blend}), step=3)
+    save_small(tmp_path / "run", small_config(data={"train": blend}, objective=mixed), step=3)
     records = [
         {
             "step": step,
@@ -60,6 +61,7 @@ def test_the_card_tells_data_and_the_last_evaluation_before_the_checkpoint(tmp_p
     lines = [json.dumps(record) + "\n" for record in [*records, {"step": 3, "loss": 1.0}]]
     (tmp_path / "run" / "metrics.jsonl").write_text("".join(lines) + '{"step": 3, "valid')
     card = (export(tmp_path / "run", tmp_path / "out", "tied").folder / "README.md").read_text()
+    assert "| Objective | contrastive weight tying (headless), 0.3 vanilla softmax, temperature 1 |" in card
     assert "| Data | wiki (weight 0.75); novels (weight 0.25) |" in card
     assert "| Held-out text | perplexity 20, 1.5 bits a byte, accuracy 25.0% (pmi head, step 2) |" in card
     assert f"| Exported by | megahead {megahead.__version__}" in card

@@ -58,7 +58,9 @@ def test_a_shared_parameter_appears_once():
 
 
 def with_head() -> torch.nn.ModuleDict:
-    return torch.nn.ModuleDict({"backbone": build_backbone(TINY), "head": torch.nn.Linear(16, 32, bias=False)})
+    """A model with a head, and an auxiliary objective with one of its own."""
+    parts = {"backbone": build_backbone(TINY), "head": torch.nn.Linear(16, 32, bias=False)}
+    return torch.nn.ModuleDict(parts | {"custom": torch.nn.ModuleDict({"head": torch.nn.Linear(16, 4, bias=False)})})
 
 
 def test_embedding_and_head_have_a_rate_of_their_own():
