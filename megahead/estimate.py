@@ -120,13 +120,11 @@ def block_biases(config: ModelConfig) -> int:
 
 def run_parameters(config: RunConfig) -> ParameterCounts:
     """Trained parameters of a run in its last phase."""
-    objective, model = phases_of(config)[-1].config.objective, config.model_in_training()
-    rows, hidden, generator = model.padded_vocab_size(), model.hidden_size, config.generator_config()
-    head = rows * (hidden * objective.trains_head() + objective.output_bias) + objective.learned_temperature
-    if model.is_encoder() and objective.has_mask_head():
-        head += hidden**2 + hidden * model.transform_bias + norm_parameters(model) + rows
+    model, generator = config.model_in_training(), config.generator_config()
+    table = model.padded_vocab_size() * model.hidden_size
+    head = table * phases_of(config)[-1].config.objective.trains_head() + _replicated_head(config)
     of_generator = 0 if generator is None else body_parameters(generator)
-    return ParameterCounts(rows * hidden, body_parameters(model), head + _auxiliary_head(config), of_generator)
+    return ParameterCounts(table, body_parameters(model), head, of_generator)
 
 
 def _model_configs(config: RunConfig) -> list[ModelConfig]:
@@ -135,43 +133,17 @@ def _model_configs(config: RunConfig) -> list[ModelConfig]:
     return [config.model_in_training(), *([] if generator is None else [generator])]
 
 
-def _auxiliary_head(config: RunConfig) -> int:
+def _replicated_head(config: RunConfig) -> int:
+    """Parameters of `ParameterCounts.head` without the matrix: every tensor rank has all of them."""
+    objective, model = phases_of(config)[-1].config.objective, config.model_in_training()
+    rows, hidden = model.padded_vocab_size(), model.hidden_size
+    head = rows * objective.output_bias + objective.learned_temperature
+    if model.is_encoder() and objective.has_mask_head():
+        head += hidden**2 + hidden * model.transform_bias + norm_parameters(model) + rows
     auxiliary = config.objective.auxiliary_or_empty()
-    blocks = auxiliary.head_blocks(config.model)
-    in_blocks = 0 if blocks is None else body_parameters(blocks) - position_parameters(blocks)
-    return in_blocks + auxiliary.head_parameters(config.model)
-
-
-# Peak dense operations per second, from NVIDIA's data sheets of V100, T4, A10, A100, RTX 3090 and 4090, L4, L40S, H100,
-# H200 and B200.
-
-
-HALF_PRECISION_PEAKS = {
-    "B200": 2250e12,
-    "H200": 989e12,
-    "GH200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "A10": 125e12,
-    "L40S": 362e12,
-    "L4": 121e12,
-    "RTX 4090": 165e12,
-    "RTX 3090": 71e12,
-    "V100": 125e12,
-    "T4": 65e12,
-}
-"""In bf16, or fp16 on devices without it, by words of torch's device name; the longest match counts."""
-
-
-def peak_flops(device_name: str, precision: str) -> float | None:
-    """Peak operations per second of a device; None for an unknown device, and for fp32."""
-    words = set(device_name.replace("-", " ").split())  # "H100 PCIe" matches "NVIDIA H100 PCIe", "A10" not "A100"
-    names = [name for name in HALF_PRECISION_PEAKS if words.issuperset(name.split())]
-    if precision == "fp32" or not names:
-        return None
-    return HALF_PRECISION_PEAKS[max(names, key=len)]
+    if (blocks := auxiliary.head_blocks(config.model)) is not None:
+        head += body_parameters(blocks) - position_parameters(blocks)
+    return head + auxiliary.head_parameters(config.model)
 
 
 def activation_bytes(config: RunConfig, element_size: int) -> float:
@@ -367,17 +339,17 @@ class RankMemory:
 
 def rank_memory(plan: RunPlan, stage: int | None = None) -> RankMemory:
     """The memory of a rank in the phase that needs most, at the config's ZeRO stage or at `stage`."""
+    plan = plan if stage is None else plan.at_stage(stage)
     phases = [replace(plan, config=phase.config) for phase in phases_of(plan.config)]
-    return max((_phase_memory(phase, stage) for phase in phases), key=lambda memory: memory.total)
+    return max(map(_phase_memory, phases), key=lambda memory: memory.total)
 
 
-def _phase_memory(plan: RunPlan, stage: int | None) -> RankMemory:
+def _phase_memory(plan: RunPlan) -> RankMemory:
     config, zero = plan.config, plan.zero
-    stage = plan.zero_stage if stage is None else stage
     precision = "fp32" if config.engine.precision == "auto" else config.engine.precision
-    weights, gradients, optimizer, buffers = _zero_bytes(plan, stage, precision)
+    weights, gradients, optimizer, buffers = _zero_bytes(plan, precision)
     muon_parameters = _muon_parameters(config)
-    optimizer -= 4 * muon_parameters / (plan.data_ranks if stage else 1)  # Muon has one moment
+    optimizer -= 4 * muon_parameters / (plan.data_ranks if plan.zero_stage else 1)  # Muon has one moment
     buffers += 6 * muon_parameters  # gathered in bf16, and fp32 updates
     host = optimizer if "offload_optimizer" in zero else 0
     if "offload_param" in zero:
@@ -401,19 +373,21 @@ def _ids_of_step(plan: RunPlan) -> int:
 
 
 def _muon_parameters(config: RunConfig) -> float:
-    """Parameters of one tensor rank that Muon updates."""
+    """Parameters of one tensor rank that Muon updates: matrices of blocks."""
     if config.optimizer.name != "muon":
         return 0
-    per_block = attention_matrices(config.model) + mlp_matrices(config.model)
-    return sum(model.num_layers for model in _model_configs(config)) * per_block / config.parallel.tensor
+    own = config.objective.auxiliary_or_empty().head_blocks(config.model)
+    split_layers = sum(model.num_layers for model in _model_configs(config)) / config.parallel.tensor
+    layers = split_layers + (0 if own is None else own.num_layers)
+    return layers * (attention_matrices(config.model) + mlp_matrices(config.model))
 
 
-def _zero_bytes(plan: RunPlan, stage: int, precision: str) -> tuple[float, float, float, float]:
+def _zero_bytes(plan: RunPlan, precision: str) -> tuple[float, float, float, float]:
     """Bytes of weights, gradients, optimizer and buffers at the peak.
 
     Where two buffers never exist at the same time, the larger one is counted. Buckets are counted in full.
     """
-    parameters, zero = rank_parameters(plan.config), plan.zero
+    parameters, zero, stage = rank_parameters(plan.config), plan.zero, plan.zero_stage
     share, element_size = parameters / plan.data_ranks, 4 if precision == "fp32" else 2
     bucket, buckets = _zero_setting(zero, "reduce_bucket_size"), 2 if stage < 3 and zero.get("overlap_comm") else 1
     bucket_bytes = (
@@ -461,18 +435,16 @@ def memory_reductions(plan: RunPlan, stage: int | None = None) -> list[str]:
 
 
 def rank_parameters(config: RunConfig) -> int:
-    """Parameters of one tensor rank, without a sharded embedding. Norms, positions, biases of row-parallel
-    layers and of ids, and key and value projections with fewer heads than ranks are replicated."""
+    """Parameters of one tensor rank, without a sharded embedding. Norms, positions, biases of row-parallel layers, all
+    of a head but its matrix, and key and value projections with fewer heads than ranks are replicated."""
     model, tensor = config.model_in_training(), config.parallel.tensor
     norm, keys = norm_parameters(model), 2 * model.key_heads() * model.head_size()
     per_block = model.norms_per_block() * norm + model.hidden_size * ((model.attention_bias == "all") + model.mlp_bias)
     per_block += 2 * model.head_size() if model.qk_norm else 0
     per_block += keys * (model.hidden_size + (model.attention_bias != "none")) if model.key_heads() < tensor else 0
-    counts, objective = run_parameters(config), phases_of(config)[-1].config.objective
-    models = _model_configs(config)
+    counts, models = run_parameters(config), _model_configs(config)
     replicated = sum(each.num_layers * per_block + norm + position_parameters(each) for each in models)
-    replicated += model.padded_vocab_size() if objective.output_bias else 0
-    replicated += _auxiliary_head(config)
+    replicated += _replicated_head(config)
     excluded = counts.embedding if shards_embedding(config) else 0
     return replicated + (counts.total - excluded - replicated) // tensor
 
@@ -490,7 +462,10 @@ def _loss_bytes(plan: RunPlan, precision: str) -> float:
     groups = micro_size // min(plan.group_samples(), micro_size)
     shared = config.targets_per_row(), candidate_rows(config, plan.data_ranks)
     own = _auxiliary_targets(config, shared[1], plan.data_ranks)
-    for targets_per_row, candidates in (shared, own):
+    parts = [(*shared, groups), (*own, groups)]
+    if config.objective.vanilla_weight:
+        parts += [(targets_per_row, config.model.padded_vocab_size(), 1) for targets_per_row, _ in (shared, own)]
+    for targets_per_row, candidates, groups in parts:
         targets, rows = micro_size * targets_per_row, candidates / tensor  # rows of each group
         if not targets:
             continue

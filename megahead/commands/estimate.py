@@ -70,8 +70,9 @@ def _flops(config: RunConfig, data_ranks: int) -> FlopsPerToken:
 
 
 def zero_stages(config: RunConfig) -> list[int]:
-    """ZeRO stages that support the run's precision."""
-    return [1, 2, 3] if config.engine.precision == "fp16" else [0, 1, 2, 3]
+    """ZeRO stages that support the run's precision and activation checkpointing."""
+    lowest, is_selective = int(config.engine.precision == "fp16"), config.engine.activation_checkpointing == "selective"
+    return [*range(lowest, 3 if is_selective else 4)]
 
 
 def memory_table(plan: RunPlan, budget: float) -> Table:

@@ -396,6 +396,14 @@ class RunPlan:
         deepspeed = deepspeed_config(config, data_ranks, device)
         return RunPlan(config, ranks, data_ranks, deepspeed, zero_stage(deepspeed), device, precision_was_auto)
 
+    def at_stage(self, stage: int) -> RunPlan:
+        """The plan at another ZeRO stage. ConfigError if the config rules it out."""
+        content = self.config.engine.deepspeed
+        content = read_deepspeed(content) if isinstance(content, str) else content
+        zero = {**_section(content, "zero_optimization"), "stage": stage}
+        engine = self.config.engine.model_copy(update={"deepspeed": {**content, "zero_optimization": zero}})
+        return RunPlan.of(self.config.model_copy(update={"engine": engine}), self.ranks, self.device)
+
     @property
     def zero(self) -> Mapping[str, Any]:
         """DeepSpeed's section `zero_optimization`."""

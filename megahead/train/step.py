@@ -13,7 +13,7 @@ from torch import Tensor
 from megahead.config.plan import RunPlan
 from megahead.distributed.group import Group
 from megahead.engine.engine import Engine, ForwardTimer, StepResult
-from megahead.estimate import peak_flops, run_flops
+from megahead.estimate import run_flops
 from megahead.objectives.loader import StepBatches
 from megahead.train.faults import Fault, FaultPolicy, gradient_fault
 
@@ -189,3 +189,36 @@ class Utilization:
 def device_name(device: torch.device) -> str:
     """The product name of a GPU; "cpu" for CPUs."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+# Peak dense operations per second, from NVIDIA's data sheets of V100, T4, A10, A100, RTX 3090 and 4090, L4, L40S, H100,
+# H200 and B200.
+
+
+HALF_PRECISION_PEAKS = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H200 NVL": 835e12,
+    "GH200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "A10": 125e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+    "V100": 125e12,
+    "T4": 65e12,
+}
+"""In bf16, or fp16 on devices without it, by words of torch's device name; the longest match counts."""
+
+
+def peak_flops(device_name: str, precision: str) -> float | None:
+    """Peak operations per second of a device; None for an unknown device, and for fp32."""
+    words = set(device_name.replace("-", " ").split())  # "H100 PCIe" matches "NVIDIA H100 PCIe", "A10" not "A100"
+    names = [name for name in HALF_PRECISION_PEAKS if words.issuperset(name.split())]
+    if precision == "fp32" or not names:
+        return None
+    return HALF_PRECISION_PEAKS[max(names, key=len)]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megahead.commands.estimate import zero_stages
 from megahead.config.loading import load_config
 from megahead.config.objective import CPU_CHUNKS, GPU_CHUNKS
 from megahead.config.plan import RunPlan
@@ -37,6 +38,25 @@ def test_parameters_of_a_tensor_rank_are_those_of_the_split_model(tensor: int, b
     assert rank_parameters(config) == sum(p.numel() for p in split.parameters())
 
 
+def test_an_encoders_transform_before_its_head_is_on_every_tensor_rank() -> None:
+    config = load_config("bert-small-vanilla", ["parallel.tensor=2"])
+    split = build_parallel_model(config, Group(0, 2), torch.device("meta"))
+    assert rank_parameters(config) == sum(p.numel() for p in split.parameters())
+
+
+def test_another_stage_is_estimated_as_if_the_config_had_it() -> None:
+    settings = "parallel.tensor=1", "engine.activation_checkpointing=false"
+    plans = [planned(*settings, f"engine.deepspeed={{zero_optimization: {{stage: {stage}}}}}") for stage in range(4)]
+    for plan in plans:
+        assert [rank_memory(plan, stage) for stage in range(4)] == [rank_memory(each) for each in plans]
+    assert zero_stages(pythia("engine.activation_checkpointing=selective")) == [0, 1, 2]
+
+
+def test_a_vanilla_share_of_the_loss_has_rows_and_scores_of_all_ids() -> None:
+    mixed, vanilla = planned("objective.vanilla_weight=0.3"), planned("objective.name=vanilla")
+    assert rank_memory(mixed).loss == rank_memory(planned()).loss + rank_memory(vanilla).loss
+
+
 def test_masters_and_moments_are_divided_by_data_ranks_from_stage_1_on() -> None:
     few, many = rank_memory(planned(ranks=8 * 16)), rank_memory(planned(ranks=8 * 32))
     assert few.optimizer == 2 * many.optimizer
@@ -52,6 +72,9 @@ def test_muon_keeps_one_moment_of_the_matrices_it_moves() -> None:
     matrices = 36 * 12 * 5120**2 / 8  # of a tensor rank
     assert adamw.optimizer - muon.optimizer == 4 * matrices / 32
     assert muon.buffers - adamw.buffers == 6 * matrices
+    ahead = "objective.multi_token={heads: 2}"  # two blocks, whole on every tensor rank
+    adamw, muon = rank_memory(planned(ahead)), rank_memory(planned(ahead, "optimizer.name=muon"))
+    assert muon.buffers - adamw.buffers == 6 * (matrices + 2 * 12 * 5120**2)
 
 
 def test_a_run_in_phases_needs_what_its_larger_phase_needs() -> None:

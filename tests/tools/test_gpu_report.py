@@ -28,7 +28,8 @@ from megahead.config.loading import load_config
 from megahead.config.plan import RunPlan, uses_cuda_graphs
 from megahead.data.preprocess import preprocess
 from megahead.data.writer import IndexedDatasetWriter
-from megahead.estimate import peak_flops, run_flops
+from megahead.estimate import run_flops
+from megahead.train.step import peak_flops
 from support.forked import Script, run_script
 from support.gpu_parts import line, quiet
 from support.small_checkpoint import save_tokenizer

@@ -10,10 +10,10 @@ import torch
 
 from megahead.config.loading import load_config
 from megahead.config.plan import RunPlan
-from megahead.estimate import peak_flops
 from megahead.train import run
 from megahead.train.preflight import describe_assumed_device, describe_launches, describe_run
 from megahead.train.run import describe_precision, pretrain
+from megahead.train.step import peak_flops
 from support.small_run import small_config, write_text
 
 

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from megahead.config.plan import RunPlan
-from megahead.estimate import peak_flops, training_flops
-from megahead.train.step import Utilization
+from megahead.estimate import training_flops
+from megahead.train.step import Utilization, peak_flops
 from support.small_run import small_config
 
 
 def test_peaks_by_the_names_that_devices_have() -> None:
     assert peak_flops("NVIDIA H100 80GB HBM3", "bf16") == 989e12
+    assert peak_flops("NVIDIA H200 NVL", "bf16") == 835e12
     assert peak_flops("NVIDIA H100 PCIe", "bf16") == 756e12
     assert peak_flops("NVIDIA A100-SXM4-80GB", "fp16") == 312e12
     assert peak_flops("NVIDIA GeForce RTX 4090", "bf16") == 165e12

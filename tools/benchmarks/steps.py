@@ -20,14 +20,14 @@ from megahead.config.loading import config_from_dict
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group
 from megahead.errors import FieldError
-from megahead.estimate import peak_flops, run_flops
+from megahead.estimate import run_flops
 from megahead.models.documents import Documents, TargetPositions, TokenSubset
 from megahead.objectives.micro_batch import MicroBatch
 from megahead.objectives.pretraining import Pretraining, build_parallel_model, initial_weights, load_weights_
 from megahead.optim import build_optimizer
 from megahead.report.tables import terminal
 from megahead.train.run import configure_blocks_
-from megahead.train.step import device_name
+from megahead.train.step import device_name, peak_flops
 from megahead.wording import to_milliseconds
 
 Mode = Literal["default", "compiled", "whole last block", "muon"]
