@@ -104,10 +104,9 @@ def add_geometry(folder: RunFolder, report: Callable[[str], None] = print) -> No
 @torch.no_grad()
 def _outputs(pretraining: Pretraining, batch: Batch) -> Tensor:
     """[N, D]: the head's inputs at positions with targets."""
-    backbone = pretraining.backbone
-    inputs_BTD = backbone.embed(batch.input_ids_BT)
+    inputs_BTD, predictor = pretraining.backbone.embed(batch.input_ids_BT), pretraining.backbones()[-1]
     arguments = documents_of(batch), target_positions_of(batch), token_subsets_of(batch)
-    outputs_ND = backbone.encode_at(inputs_BTD, *arguments)
+    outputs_ND = predictor.encode_at(inputs_BTD, *arguments)
     is_vanilla = pretraining.objective.name == "vanilla"
     return pretraining.mask_head(outputs_ND) if is_vanilla and pretraining.mask_head is not None else outputs_ND
 
@@ -115,11 +114,13 @@ def _outputs(pretraining: Pretraining, batch: Batch) -> Tensor:
 @torch.no_grad()
 def _candidates(model: TrainedModel, pretraining: Pretraining, batch: Batch) -> tuple[Tensor, Candidates]:
     """[U, D]: the candidates' rows, and the candidates, as in training."""
-    config, size = model.config, model.config.model.vocab_size
-    table_VD = (pretraining.backbone.embedding if pretraining.head is None else pretraining.head).weight[:size]
-    if config.objective.name == "vanilla":
+    objective, size, table = model.config.objective, model.config.model.vocab_size, pretraining.backbone.embedding
+    if pretraining.head is not None and (objective.name == "vanilla" or objective.candidates == "own"):
+        table = pretraining.head
+    table_VD = table.weight[:size]
+    if objective.name == "vanilla":
         return table_VD, all_rows_as_candidates(batch.target_ids_N, model.learned_bias(), batch.weight_N)
-    candidate_set = build_objective(config.objective, size, model.dataset_counts()).candidate_set(batch.target_ids_N)
+    candidate_set = build_objective(objective, size, model.dataset_counts()).candidate_set(batch.target_ids_N)
     candidates = candidate_set.candidates(batch.target_ids_N, batch.weight_N)
     return table_VD[candidates.ids_U], candidates
 

@@ -9,7 +9,7 @@ import torch
 
 from megahead.data.indexed import IndexedDataset
 from megahead.data.loader import BatchReader, held_out_collator
-from megahead.data.samples import held_out_samples
+from megahead.data.samples import EvenlySpacedSamples, held_out_samples
 from megahead.errors import FieldError
 from megahead.evaluate.geometry import _VectorStatistics, measure_geometry
 from megahead.hf.trained import TrainedModel
@@ -19,6 +19,16 @@ from support.small_run import VOCABULARY, small_config, write_text
 
 NARROW = {"model__hidden_size": 16, "model__num_heads": 2}
 """Fewer features than candidates, so that some gradient is lost."""
+
+REPLACED_TOKENS = {
+    "model__family": "bert",
+    "model__vocab_size": 63,
+    "model__hidden_size": 8,
+    "masking": {"mask_token": 60, "cls_token": 61, "sep_token": 62},
+    "batch__micro_size": 8,
+    "objective__replaced_tokens": {"generator_layers": 1},
+}
+"""An encoder whose generator learns the targets."""
 
 
 def saved(folder: Path, **changes: object) -> Path:
@@ -32,24 +42,22 @@ def by_definition(checkpoint: Path, rows: int) -> tuple[float, float, float]:
     """Gradient's share by autograd and a projection, rank by singular values, anisotropy by all pairs of outputs."""
     model = TrainedModel.open(checkpoint)
     config, pretraining = model.config, model.load().double()
-    samples = held_out_samples(IndexedDataset(str(config.data.validation)), config.sample_length())
+    text = held_out_samples(IndexedDataset(str(config.data.validation)), config.sample_length())
+    samples = EvenlySpacedSamples(text, rows)
     reaching = whole = 0.0
     outputs = []
     for first in range(0, rows, config.batch.micro_size):
         group = range(first, min(first + config.batch.micro_size, rows))
-        batch = BatchReader(samples, held_out_collator(config)).read(
-            [row * samples.rows_per_epoch // rows for row in group]
-        )
-        backbone = pretraining.backbone
-        hidden = backbone.encode_at(
-            backbone.embed(batch.input_ids_BT), documents_of(batch), target_positions_of(batch)
-        ).detach()
-        table, targets = backbone.embedding.weight.detach()[:VOCABULARY], batch.target_ids_N
+        batch = BatchReader(samples, held_out_collator(config)).read(group)
+        inputs, predictor = pretraining.backbone.embed(batch.input_ids_BT), pretraining.backbones()[-1]
+        hidden = predictor.encode_at(inputs, documents_of(batch), target_positions_of(batch)).detach()
+        embedding = pretraining.backbone.embedding if config.objective.candidates == "input" else pretraining.head
+        table, targets = embedding.weight.detach()[: config.model.vocab_size], batch.target_ids_N
         if config.objective.name == "headless":
             ids, targets, counts = targets.unique(return_inverse=True, return_counts=True)
             table, bias = table[ids], counts.double().log()
         else:
-            bias = torch.zeros(VOCABULARY, dtype=torch.float64)
+            bias = torch.zeros(len(table), dtype=torch.float64)
         scores = (hidden @ table.T / model.temperature() + bias).requires_grad_()
         torch.nn.functional.cross_entropy(scores, targets, reduction="sum").backward()
         assert scores.grad is not None
@@ -70,11 +78,14 @@ def by_definition(checkpoint: Path, rows: int) -> tuple[float, float, float]:
         {},
         {"objective__name": "vanilla", "objective__tied": True},
         {"objective__temperature": 0.7},
+        {"objective__vanilla_weight": 0.3},
+        {"objective__candidates": "own"},
+        REPLACED_TOKENS,
     ],
-    ids=["headless", "vanilla", "cooler"],
+    ids=["headless", "vanilla", "cooler", "mixed", "own", "replaced tokens"],
 )
 def test_geometry_is_what_its_definitions_say(tmp_path: Path, changes: dict[str, object]) -> None:
-    checkpoint = saved(tmp_path, **NARROW, **changes)
+    checkpoint = saved(tmp_path, **NARROW | changes)
     found = measure_geometry(checkpoint, rows=5)
     share, rank, anisotropy = by_definition(checkpoint, rows=5)
     assert found.gradient_share == pytest.approx(share, rel=1e-4)
