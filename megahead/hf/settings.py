@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from io import BytesIO
 from itertools import product
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 from zipfile import ZIP_DEFLATED, BadZipFile, ZipFile
 
@@ -71,6 +71,9 @@ class HFSettings:
             return None
         try:
             with ZipFile(run.source_hf_files) as archive:
+                paths = map(PurePosixPath, archive.namelist())
+                if outside := next((path for path in paths if path.is_absolute() or ".." in path.parts), None):
+                    raise BadZipFile(f"its {outside} is outside of the folder")
                 settings = HFSettings({name: archive.read(name) for name in archive.namelist()})
             if missing := {"model_type", "vocab_size"} - settings.read_json(CONFIG_FILE).keys():
                 raise BadZipFile(f"its {CONFIG_FILE} lacks {', '.join(sorted(missing))}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -246,8 +247,25 @@ def without_config(content: bytes) -> bytes:
     return buffer.getvalue()
 
 
+def with_file(name: str, content: bytes) -> bytes:
+    """The archive with one more file."""
+    buffer = BytesIO(content)
+    with ZipFile(buffer, "a") as archive:
+        archive.writestr(name, b"text")
+    return buffer.getvalue()
+
+
 @pytest.mark.parametrize(
-    "damage", [lambda content: b"", lambda content: content[:-30], lambda content: b"no zip", without_config]
+    "damage",
+    [
+        lambda content: b"",
+        lambda content: content[:-30],
+        lambda content: b"no zip",
+        without_config,
+        partial(with_file, "../elsewhere"),
+        partial(with_file, "a/../../elsewhere"),
+        partial(with_file, "/tmp/elsewhere"),
+    ],
 )
 def test_kept_settings_that_are_damaged_are_named(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
     run = from_hf(theirs(tmp_path / "theirs", "llama"), tmp_path / "run")
