@@ -245,13 +245,14 @@ WAIT_SECONDS = 30.0
 
 def share_replicas(folder: RunFolder, launch: Launch) -> None:
     """For a spare rank: copies the last session's replicas on its node into the run's folder, if they are newer than
-    the checkpoints on disk and there is room."""
+    the checkpoints on disk and there is room. The first rank of a node does so for all; if it trains, it has them."""
     session_id = last_session_id(folder)
     if session_id is None:
         return
     shared_disk = NodeMemory.on_shared_disk(folder)
-    with suppress(OSError):
-        _copy_newer_replicas(folder, shared_disk, session_id, launch.rank)
+    if launch.local_rank == 0:
+        with suppress(OSError):
+            _copy_newer_replicas(folder, shared_disk, session_id, launch.rank)
     with suppress(OSError):
         done_file = _done_file(shared_disk, session_id, launch, launch.rank)
         done_file.parent.mkdir(parents=True, exist_ok=True)
@@ -264,7 +265,7 @@ def _copy_newer_replicas(folder: RunFolder, shared_disk: NodeMemory, session_id:
         name = f"rank-{rank:05d}-of-{replica.parent.name}"
         rank_folder = shared_disk.rank_folder(session_id, rank).with_name(name)
         is_newer = newest_on_disk is None or step_of(replica) > step_of(newest_on_disk)
-        if is_newer and not (rank_folder / replica.name).exists():
+        if is_newer and not (rank_folder / replica.name).exists() and _has_room(folder.path, replica):
             partial_folder = DiskStorage(rank_folder).partial_folder(replica.name)
             try:
                 shutil.rmtree(partial_folder, ignore_errors=True)
@@ -272,6 +273,15 @@ def _copy_newer_replicas(folder: RunFolder, shared_disk: NodeMemory, session_id:
                 partial_folder.rename(rank_folder / replica.name)
             finally:
                 shutil.rmtree(partial_folder, ignore_errors=True)
+
+
+def _has_room(disk: Path, replica: Path) -> bool:
+    """Whether a disk can hold a copy of a replica, and then the checkpoint that training ranks make of it; False for a
+    damaged replica."""
+    with suppress(CheckpointError):
+        num_bytes = Manifest.read(replica).total_bytes + sum(file.stat().st_size for file in replica.iterdir())
+        return shutil.disk_usage(disk).free >= num_bytes
+    return False
 
 
 def wait_for_spare_ranks(folder: RunFolder, session_id: str, launch: Launch, max_seconds: float) -> None:
@@ -435,6 +445,6 @@ def recover_replica(
         return RecoveryResult("memory", None, problems) if problems else None
     checkpoint = open_verified(disk.root / name, group)
     newer_by, seconds = checkpoint.step - max(newer_than, 0), time.monotonic() - start_time
-    message = f"step {checkpoint.step:,}, {pluralize(newer_by, 'step')} newer than the disk's"
+    message = f"step {checkpoint.step:,}, {pluralize(newer_by, 'step')} more than on disk"
     details = {"newer_by": newer_by, "rescue_seconds": round(seconds, 3)}
     return RecoveryResult("memory", checkpoint, problems, f"{message}: saved as {name} in {seconds:.1f} s", details)

@@ -281,7 +281,7 @@ def _session_messages(session: Record) -> Iterator[tuple[str, bool]]:
         yield f"skipped a damaged checkpoint of the remote store: {message}", True
     memory = session.get("memory", {})
     if "newer_by" in memory:
-        yield f"the checkpoint came from memory, {pluralize(memory['newer_by'], 'step')} newer than the disk's", False
+        yield f"the checkpoint came from memory, {pluralize(memory['newer_by'], 'step')} more than on disk", False
     for message in memory.get("problems", ()):
         yield f"skipped a copy in memory: {message}", True
     if "mesh_before" in session:

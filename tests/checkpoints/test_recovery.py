@@ -19,14 +19,15 @@ import pytest
 from megahead import files as writing
 from megahead.checkpoints import format as checkpoint_format
 from megahead.checkpoints import memory as handing_over
+from megahead.checkpoints.format import Manifest
 from megahead.checkpoints.memory import last_session_id, share_replicas, wait_for_spare_ranks
 from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
 from megahead.run_folder import RunFolder
-from support.copied_state import keep, rescue, same_as_on_disk
+from support.copied_state import MARK, keep, rescue, same_as_on_disk
 from support.named import without_digits
 from support.network_disk import NetworkDisk
-from support.node_memories import give_memory, memory_of
+from support.node_memories import give_memory, leave_room, memory_of
 from support.on_ranks import on_ranks
 
 
@@ -98,6 +99,42 @@ def test_nodes_whose_ranks_only_wait_hand_over_what_the_others_need(
     monkeypatch.setattr(handing_over, "WAIT_SECONDS", 0.2)
     assert on_ranks(2, rescue, tmp_path, "12") == [(4, 4, [])] * 2
     assert same_as_on_disk(tmp_path, 4, 4)
+
+
+def handed_over(folder: Path) -> list[str]:
+    return sorted("/".join(path.parts[-2:]) for path in (folder / "run/handed-over").rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize("training", [2, 3])
+def test_the_ranks_of_one_node_hand_over_one_copy_and_none_where_one_trains(tmp_path: Path, training: int) -> None:
+    """Ranks 2 and 3 have one memory."""
+    on_ranks(2, keep, tmp_path, "01", (4,))
+    shutil.move(memory_of(tmp_path, 1), memory_of(tmp_path, 2))
+    memory_of(tmp_path, 3).symlink_to(memory_of(tmp_path, 2))
+    for rank in range(training, 4):
+        launch = Launch(rank=rank, world_size=training, local_rank=rank - 2, spare_ranks=4 - training, port=1)
+        on_ranks(1, hand, tmp_path, launch)
+    assert len(handed_over(tmp_path)) == (2 if training == 2 else 0)
+    launch = Launch(world_size=training, spare_ranks=4 - training, port=1)
+    began = time.monotonic()
+    wait_for_spare_ranks(RunFolder(tmp_path / "run"), MARK, launch, 20)
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_copies_that_would_leave_no_room_for_the_checkpoint_are_not_handed_over(tmp_path: Path, missing: int) -> None:
+    on_ranks(2, keep, tmp_path, "01", (4,))
+    (replica,) = memory_of(tmp_path, 1).rglob("step-*")
+    checkpoint_bytes = Manifest.read(replica).total_bytes
+    copy_bytes = sum(file.stat().st_size for file in replica.iterdir())
+
+    def hand_with_little_room(group: Group) -> None:
+        give_memory(tmp_path, 1)
+        leave_room(checkpoint_bytes + copy_bytes - missing)
+        share_replicas(RunFolder(tmp_path / "run"), Launch(rank=1, world_size=1, spare_ranks=1, port=1))
+
+    on_ranks(1, hand_with_little_room)
+    assert bool(handed_over(tmp_path)) == (missing == 0)
 
 
 def rescue_timed(group: Group, *args: Any) -> tuple[Any, float]:

@@ -83,7 +83,7 @@ def a_node_is_killed_and_one_comes_back(folder: Path) -> None:
         run.go_on(3)
         run.paused(5)
         assert "all ranks must take part in the run, but rank 1 died" in run.nodes[0].said()
-        assert "in memory   step 2, 2 steps newer than the disk's: saved as step-00000002-" in run.nodes[0].said()
+        assert "in memory   step 2, 2 steps more than on disk: saved as step-00000002-" in run.nodes[0].said()
         run.start(1)
         run.until(lambda: run.data_ranks() == 2)
         run.go_on(7)

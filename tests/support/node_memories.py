@@ -20,7 +20,7 @@ def give_memory(folder: Path, node: int) -> Path:
 def leave_room(free: int) -> None:
     """From here on this process sees so many free bytes in its node's memory, wherever it looks."""
     usage = shutil.disk_usage(node_memory.ROOT)._replace(free=free)
-    seen = SimpleNamespace(disk_usage=lambda _: usage, rmtree=shutil.rmtree)
+    seen = SimpleNamespace(**{**vars(shutil), "disk_usage": lambda _: usage})
     node_memory.shutil = seen  # type: ignore[assignment]
 
 

@@ -90,11 +90,11 @@ def test_without_one_node_a_run_goes_on_from_the_step_of_its_last_copy(tmp_path:
     assert -signal.SIGKILL in codes(start_ranks(config, 2, tmp_path, sabotage=on_node(tmp_path, dies_at=5)))
     shutil.rmtree(memory_of(tmp_path, 1))
     assert codes(start_ranks(config, 2, tmp_path, sabotage=on_node(tmp_path))) == [0, 0], said(tmp_path, 0)
-    assert "in memory   step 4, 1 step newer than the disk's: saved as step-00000004 in" in without_digits(
+    assert "in memory   step 4, 1 step more than on disk: saved as step-00000004 in" in without_digits(
         said(tmp_path, 0)
     )
     assert "resumed     step 4" in said(tmp_path, 0)
-    assert "the checkpoint came from memory, 1 step newer than the disk's" in events(tmp_path / "run")
+    assert "the checkpoint came from memory, 1 step more than on disk" in events(tmp_path / "run")
     undisturbed = small_config(tmp_path, MESHES[mesh] | {"output_dir": str(tmp_path / "undisturbed")})
     assert codes(start_ranks(undisturbed, 2, tmp_path)) == [0, 0]
     assert same_tensors(tmp_path / "run", tmp_path / "undisturbed")
@@ -111,7 +111,7 @@ def test_a_process_that_dies_before_the_first_checkpoint_loses_little_and_more_r
     assert codes(start_ranks(elsewhere, 1, tmp_path, sabotage=on_node(tmp_path))) == [0]
     assert "resumed" not in said(tmp_path, 0)
     assert codes(start_ranks(config, 2, tmp_path, sabotage=on_node(tmp_path))) == [0, 0], said(tmp_path, 0)
-    assert "in memory   step 4, 4 steps newer than the disk's: saved as step-00000004 in" in without_digits(
+    assert "in memory   step 4, 4 steps more than on disk: saved as step-00000004 in" in without_digits(
         said(tmp_path, 0)
     )
 
@@ -135,7 +135,7 @@ def test_a_later_phase_keeps_copies_too(tmp_path: Path) -> None:
     config = small_config(tmp_path, phases | {"training.replicate_every": 2})
     assert -signal.SIGKILL in codes(start_ranks(config, 2, tmp_path, sabotage=on_node(tmp_path, dies_at=7)))
     assert codes(start_ranks(config, 2, tmp_path, sabotage=on_node(tmp_path))) == [0, 0], said(tmp_path, 0)
-    assert "in memory   step 6, 2 steps newer than the disk's: saved as step-00000006 in" in without_digits(
+    assert "in memory   step 6, 2 steps more than on disk: saved as step-00000006 in" in without_digits(
         said(tmp_path, 0)
     )
     assert all(not list(memory_of(tmp_path, rank).iterdir()) for rank in (0, 1))
@@ -150,7 +150,7 @@ def test_ranks_that_wait_hand_over_what_is_on_their_nodes(tmp_path: Path) -> Non
     shutil.rmtree(memory_of(tmp_path, 3))
     assert codes(start_ranks(config, 3, tmp_path, sabotage=on_node(tmp_path))) == [0, 0, 0], said(tmp_path, 0)
     assert "rank 2 waits" in said(tmp_path, 2)
-    assert "in memory   step 4, 4 steps newer than the disk's: saved as step-00000004 in" in without_digits(
+    assert "in memory   step 4, 4 steps more than on disk: saved as step-00000004 in" in without_digits(
         said(tmp_path, 0)
     )
     assert not (tmp_path / "run/handed-over").exists()
