@@ -34,7 +34,7 @@ from megahead.data.records import Selection
 from megahead.data.tokenizer import load_tokenizer
 from megahead.data.train_tokenizer import sample_texts, save_tokenizer, train_bpe
 from megahead.data.writer import IndexedDatasetWriter, ProgressBar
-from megahead.errors import DataError, FieldError
+from megahead.errors import FieldError, UserError
 from megahead.estimate import candidate_rows, run_flops, run_parameters
 from megahead.files import write_atomically
 from megahead.report.read import read_metrics, read_runs
@@ -161,11 +161,11 @@ class QuickstartResult:
     config: Path
     run: Path
     model: Path
-    """A Hugging Face folder with the training-free head."""
+    """A Hugging Face folder with the training-free head, or that of another objective in `run.yaml`."""
 
     page: Path
-    perplexity: float
-    """Perplexity on held-out text."""
+    perplexity: float | None
+    """Perplexity on held-out text; None if the run has none."""
 
     sample: str
 
@@ -265,7 +265,7 @@ def _survey_text(path: Path, folder: Path, tokenizer: Path | None, report: Repor
         _require_end_token(tokenizer)
     if found.text_bytes() < MIN_TEXT_BYTES:
         rule = f"hold at least {MIN_TEXT_BYTES:,} bytes of text to learn from"
-        raise FieldError("PATH", rule, got=f"{path} with {found.bytes:,}", hint="add text")
+        raise FieldError("PATH", rule, got=f"{path} with {found.text_bytes():,.0f}", hint="add text")
     for line in found.lines():
         report(line)
     return found
@@ -333,7 +333,11 @@ def make_plan(found: TextSurvey, tokenizer: Path | None, seconds: float, report:
             break
         if not larger.fits(remaining_seconds() - timing_seconds):
             break
-        timed = time_shape(shape)
+        try:
+            timed = time_shape(shape)
+        except UserError as error:  # such as too little memory
+            report(f"{'speed':<12}{pluralize(shape[0], 'layer')} of {shape[1]} cannot be trained here: {error}")
+            break
         if timed is None or not timed.fits(remaining_seconds()):
             break
         plan = timed
@@ -383,36 +387,25 @@ def make_tokenizer(
 
 
 def _write_datasets(found: TextSurvey, tokenizer: Path | None, vocab_size: int, folder: Path, report: Report) -> None:
-    """Writes the tokenizer, replacing an existing one (a killed start may have read another text). Writes the datasets
-    unless they exist with this tokenizer."""
+    """Writes the tokenizer and the datasets, replacing existing ones (a killed start may have read another text)."""
     paths, selection = [item.path for item in found.inputs], found.selection()
     chosen = tokenizer or folder / "tokenizer.json"
     if tokenizer is None:
         make_tokenizer(paths, selection, vocab_size, chosen)
-    if not all(_is_tokenized(folder / f"text{part}", chosen) for part in ("", "-validation")):
-        few = found.has_fewer_documents(FEW_DOCUMENTS)
-        held_out: Any = {"holdout_tail": Fraction(1, 20)} if few else {"holdout": 50}
-        workers = suitable_workers(found.bytes, os.cpu_count() or 1)
-        with ProgressBar("Tokenizing") as bar:
-            done = preprocess(
-                paths, chosen, folder / "text", selection=selection, on_error="skip", source=found.name,
-                workers=workers, progress=bar, **held_out,
-            )  # fmt: skip
-        left_out = f", {pluralize(done.broken, 'broken record')} left out" if done.broken else ""
-        held_out_text = "the last twentieth of each" if few else f"{done.held_out:,}"
-        report(
-            f"{'ids':<12}{pluralize(done.documents, 'document')}, {held_out_text} held out, "
-            f"{pluralize(done.tokens, 'token')}{left_out}"
-        )
-
-
-def _is_tokenized(prefix: Path, tokenizer: Path) -> bool:
-    """Whether the dataset exists, was tokenized with this tokenizer and refers to it."""
-    with suppress(DataError):
-        dataset, identity = IndexedDataset(prefix), load_tokenizer(str(tokenizer)).identity()
-        saved = dataset.tokenizer_identity()
-        return saved is not None and saved.sha256 == identity.sha256 and dataset.tokenizer_path() is not None
-    return False
+    few = found.has_fewer_documents(FEW_DOCUMENTS)
+    held_out: Any = {"holdout_tail": Fraction(1, 20)} if few else {"holdout": 50}
+    workers = suitable_workers(found.bytes, os.cpu_count() or 1)
+    with ProgressBar("Tokenizing") as bar:
+        done = preprocess(
+            paths, chosen, folder / "text", selection=selection, on_error="skip", source=found.name,
+            workers=workers, progress=bar, **held_out,
+        )  # fmt: skip
+    left_out = f", {pluralize(done.broken, 'broken record')} left out" if done.broken else ""
+    held_out_text = "the last twentieth of each" if few else f"{done.held_out:,}"
+    report(
+        f"{'ids':<12}{pluralize(done.documents, 'document')}, {held_out_text} held out, "
+        f"{pluralize(done.tokens, 'token')}{left_out}"
+    )
 
 
 def _write_config(path: Path, plan: Plan, seconds: float, header: str) -> None:
@@ -443,17 +436,21 @@ def _export_results(config: Path, report: Report) -> QuickstartResult:
     """Exports the run, samples text, and makes its report."""
     from megahead.hf.card import CardMetadata
     from megahead.hf.export import export
+    from megahead.hf.heads import best_head
+    from megahead.hf.trained import TrainedModel
     from megahead.report.page import render_page
 
     run, model = load_config(config).folder(), config.parent / "model"
-    export(run.path, model, "pmi", card=CardMetadata(str(model)))
+    export(run.path, model, best_head(TrainedModel.open(run.path)), card=CardMetadata(str(model)))
     text = add_sample_and_curves(model, run.path) or ""
     write_atomically(run.samples, json.dumps({"prompt": "", "text": text}, ensure_ascii=False) + "\n")
     page = config.parent / "report.html"
     write_atomically(page, render_page(read_runs([run.path])))
-    perplexity = read_metrics(run.path).validation[-1]["perplexity"]
+    evaluations = read_metrics(run.path).validation
+    perplexity = evaluations[-1]["perplexity"] if evaluations else None
     report(f"{'it writes':<12}{' '.join(text.split())}")
-    report(f"{'perplexity':<12}{perplexity:,.1f} on held-out text")
+    if perplexity is not None:
+        report(f"{'perplexity':<12}{perplexity:,.1f} on held-out text")
     report(f"{'report':<12}{page}")
     report(f"{'model':<12}{model}: megahead generate --model {quote(str(model))} --interactive")
     return QuickstartResult(config, run.path, model, page, perplexity, text)

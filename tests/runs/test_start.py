@@ -25,7 +25,7 @@ from megahead.data.indexed import IndexedDataset
 from megahead.data.inspection import survey
 from megahead.data.tokenizer import load_tokenizer
 from megahead.data.train_tokenizer import save_tokenizer, train_bpe
-from megahead.errors import DataError, FieldError
+from megahead.errors import DataError, FieldError, UserError
 from megahead.quickstart import SHAPES, Plan, QuickstartResult, _write_datasets, folder_of, start
 from megahead.run_process import pretrain
 from support.commands import config_file
@@ -163,24 +163,51 @@ def test_given_tokenizers_are_taken(quick: Path) -> None:
     assert not (quick / "second/tokenizer.json").exists()
 
 
-def test_text_that_another_tokenizer_cut_is_cut_again(tmp_path: Path) -> None:
-    (tmp_path / "texts").mkdir()
-    (tmp_path / "texts/a.txt").write_text("\n".join(TEXTS[:3]))
-    text, folder, told = survey(tmp_path / "texts"), tmp_path / "made", list[str]()
+def test_what_a_killed_start_left_of_another_text_or_tokenizer_is_written_again(tmp_path: Path) -> None:
+    folder, texts = tmp_path / "made", [tmp_path / "one/texts", tmp_path / "two/texts"]
     folder.mkdir()
+    for path, text in zip(texts, TEXTS, strict=False):
+        path.mkdir(parents=True)
+        (path / "a.txt").write_text(text * 20)
     for size in (300, 310):
         save_tokenizer(train_bpe(TEXTS[:3], size), tmp_path / f"{size}.json")
-    for size in (300, 310, 310):
-        _write_datasets(text, tmp_path / f"{size}.json", size, folder, told.append)
-        kept = IndexedDataset(folder / "text").tokenizer_path()
-        assert kept is not None
-        assert kept.read_bytes() == (tmp_path / f"{size}.json").read_bytes()
-    assert len(told) == 2  # the third call reuses the second's
+    for path, size in ((texts[0], 300), (texts[1], 300), (texts[1], 310)):
+        _write_datasets(survey(path), tmp_path / f"{size}.json", size, folder, [].append)
+        dataset = IndexedDataset(folder / "text")
+        tokenizer = dataset.tokenizer_path()
+        assert tokenizer is not None
+        assert tokenizer.read_bytes() == (tmp_path / f"{size}.json").read_bytes()
+        written = load_tokenizer(str(tokenizer)).decode(dataset.document(0).tolist())
+        assert written.startswith((path / "a.txt").read_text()[:300])
     (folder / "tokenizer.json").write_text("of another text, whose start was killed")
-    for _ in range(2):
-        _write_datasets(text, None, 320, folder, told.append)
+    _write_datasets(survey(texts[0]), None, 320, folder, [].append)
     assert load_tokenizer(str(folder / "tokenizer.json")).vocab_size == 320
-    assert len(told) == 3  # the same text gives the same tokenizer
+
+
+def test_an_edited_run_may_have_another_head_and_no_held_out_text(quick: Path) -> None:
+    changes = {"training.steps": 2, "data.validation": None}
+    config = Path(config_file(quick, changes | {"objective.vanilla_weight": 0.3}))
+    (quick / "run.yaml").write_text(f"# Written by `megahead start` for {quick / 'texts'}\n{config.read_text()}")
+    told = list[str]()
+    made = started(told, quick / "texts", folder=quick)
+    assert AutoModelForCausalLM.from_pretrained(made.model).config.tie_word_embeddings is False
+    assert made.perplexity is None
+    assert "perplexity" not in "\n".join(told)
+
+
+def test_a_larger_shape_that_cannot_be_trained_leaves_the_smaller_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def timed_step(shape: tuple[int, int], vocab_size: int, max_seconds: float) -> float:
+        if shape == SHAPES[1]:
+            raise UserError("training must end by itself, but failed with code -9.")
+        return 0.01
+
+    monkeypatch.setattr(quickstart, "_measure_shape", timed_step)
+    (tmp_path / "a.txt").write_text("\n".join(TEXTS) * 10)
+    told = list[str]()
+    assert quickstart.make_plan(survey(tmp_path), None, 600, told.append).shape == SHAPES[0]
+    assert "3 layers of 192 cannot be trained here: training must end by itself, but failed with code -9." in told[-2]
 
 
 def test_time_and_text_both_bound_the_steps_and_the_shape() -> None:
@@ -396,6 +423,10 @@ def test_a_folder_made_of_another_text_and_too_little_text_are_refused(tmp_path:
     (tmp_path / "little.txt").write_text("a few words")
     with pytest.raises(FieldError, match=r"`PATH` must hold at least 10,000 bytes .* but is .*little\.txt with 11 "):
         start(tmp_path / "little.txt")
+    (tmp_path / "little.txt.gz").write_bytes(gzip.compress(random.Random(0).randbytes(1500).hex().encode()))
+    packed_bytes = (tmp_path / "little.txt.gz").stat().st_size
+    with pytest.raises(FieldError, match=rf"but is .*little\.txt\.gz with {3 * packed_bytes:,} "):
+        start(tmp_path / "little.txt.gz")
     (tmp_path / "made").mkdir()
     (tmp_path / "made/run.yaml").write_text("# Written by `megahead start` for /of/others\n")
     with pytest.raises(
