@@ -162,7 +162,9 @@ class TrainingState:
         """Restores the counters, target counts and error counts from `checkpoint`."""
         self._restore_counters(_KEPT_COUNTERS, checkpoint)
         if self.target_error_counts is not None:
-            self.target_error_counts.restore(checkpoint.read(_ERROR_COUNTS), self.samples, group)
+            has_counts = _ERROR_COUNTS in checkpoint.tensors  # unless another strategy masked so far
+            counts = checkpoint.read(_ERROR_COUNTS) if has_counts else self.target_error_counts.state(group)
+            self.target_error_counts.restore(counts, self.samples, group)
         self.roll_back_to(checkpoint, group)
 
     def roll_back_to(self, checkpoint: Checkpoint, group: Group) -> None:

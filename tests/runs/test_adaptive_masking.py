@@ -84,3 +84,16 @@ def test_other_tokens_are_masked_than_without_it(tmp_path: Path, alone: Path) ->
     plain = open_checkpoint(tmp_path / "uniform")
     assert "state/difficulty" not in plain.names()
     assert not torch.equal(plain.read("state/target_counts"), open_checkpoint(alone).read("state/target_counts"))
+
+
+def test_a_run_that_masked_evenly_goes_on_with_what_it_misses_from_then_on(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    masking = {"mask_token": 60, "cls_token": 61, "sep_token": 62}
+    on_ranks(1, run, encoder(tmp_path, "run", {"masking": masking, "training.steps": 3}))
+    allowed = {"resume.allow": ["masking", "training.steps"]}
+    on_ranks(1, run, encoder(tmp_path, "run", allowed))
+    resumed = open_checkpoint(tmp_path / "run")
+    assert resumed.step == 9
+    current, following, total = resumed.read("state/difficulty")
+    assert 0 < current[:, 1].sum() <= following[:, 1].sum()
+    assert total.sum() > 0
