@@ -101,7 +101,7 @@ def verdict(plan: RunPlan, budget: float) -> str:
 def training_time(plan: RunPlan, flops_per_second: float) -> str:
     """The estimated duration of the run."""
     if not 0 < flops_per_second < inf:
-        raise ConfigError("--peak x --utilization", "be above 0", got=flops_per_second)
+        raise ConfigError("--peak x --utilization", "be above 0 and finite", got=flops_per_second)
     config = plan.config
     tokens = config.training.steps * config.tokens_per_step()
     step_flops = sum(_flops(phase.config, plan.data_ranks).total * len(phase.steps) for phase in phases_of(config))

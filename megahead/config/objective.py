@@ -208,8 +208,8 @@ class ObjectiveConfig(Settings):
     def _check_consistency(self) -> ObjectiveConfig:
         if self.name == "vanilla":
             rule, hint = "be left out of a vanilla objective", "use name: headless"
-            fields = ("candidates", "group_samples", "bias", "negatives", "max_candidates", "vanilla_weight")
-            for field, value in self.changed(*fields).items():
+            fields = ("candidates", "group_samples", "bias", "negatives", "negatives_from", "max_candidates")
+            for field, value in self.changed(*fields, "vanilla_weight").items():
                 raise ConfigError(field, rule, got=value, hint=hint)
             require(not self.ends_with_vanilla(), "schedule.vanilla_share", rule, got="given", hint=hint)
         else:

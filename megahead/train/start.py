@@ -125,7 +125,7 @@ def refuse_damaged(folder: Path, damage: list[str]) -> None:
     """CheckpointError if there is `damage`, a sentence for each damaged checkpoint; called if none is valid."""
     if damage:
         raise CheckpointError(
-            f"{folder} must hold a valid checkpoint to resume, but holds only damaged ones ({len(damage)}); "
+            f"{folder} must hold a valid checkpoint to continue from, but holds only damaged ones ({len(damage)}); "
             f"remove them to start again: {' '.join(damage)}"
         )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import pytest
 
 from megahead.commands.estimate import PARTS, main, memory_table, parameter_lines, training_time
@@ -44,8 +46,8 @@ def test_a_run_takes_as_long_as_its_phases() -> None:
     assert first > then
     hours = (0.25 * first + 0.75 * then) * 2000 * config.tokens_per_step() / 1e11 / 3600
     assert training_time(RunPlan.of(config, 1), 1e11).endswith(f"{hours:,.3g} hours.")
-    for speed in (0, -1):
-        with pytest.raises(ConfigError, match="--peak x --utilization` must be above 0"):
+    for speed in (0, -1, inf):
+        with pytest.raises(ConfigError, match="--peak x --utilization` must be above 0 and finite"):
             training_time(RunPlan.of(config, 1), speed)
 
 

@@ -220,7 +220,7 @@ FILES: tuple[tuple[Callable[[Path], Any], str], ...] = (
     (flipped, f"`{TENSORS}` must match its checksum, but does not; it was damaged, use another checkpoint."),
     (shortened, f"`{TENSORS}` must have 242256 bytes, but has 242253 instead; use another checkpoint."),
     (edited, f"`{STEP}/checkpoint.json` must match its own checksum, but does not; it was damaged or edited, use another checkpoint."),
-    (only_damaged, f"F/model must hold a valid checkpoint to resume, but holds only damaged ones (1); remove them to start again: `{TENSORS}` must have 242256 bytes, but has 242253 instead; use another checkpoint."),
+    (only_damaged, f"F/model must hold a valid checkpoint to continue from, but holds only damaged ones (1); remove them to start again: `{TENSORS}` must have 242256 bytes, but has 242253 instead; use another checkpoint."),
     (open_checkpoint, "`F` must be a checkpoint (a folder with checkpoint.json) or a folder that holds complete ones (step-*), but is neither."),
     (only_set_aside, "F/model must hold a checkpoint to resume, but holds only abandoned-step-00000003; name the one to continue from with --resume, or start again with --resume never."),
     (resumed_never, "`--resume never` needs an output folder without checkpoints, but F/model has step-00000003; choose another output_dir, or remove that checkpoint."),

@@ -201,6 +201,10 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         "`engine.embedding` must be `dense` with objective.candidates: own, whose table is dense, but is `rows` instead.",
     ),
     (
+        {"objective": {"name": "vanilla", "negatives_from": "uniform"}},
+        "`objective.negatives_from` must be left out of a vanilla objective, but is uniform instead; use name: headless.",
+    ),
+    (
         {"objective.negatives_from": "uniform"},
         "`objective.negatives_from` must be left out without negatives, but is uniform instead; set negatives.",
     ),

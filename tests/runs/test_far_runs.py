@@ -125,7 +125,7 @@ def test_a_mirror_without_a_sound_checkpoint_is_no_new_run(tmp_path: Path) -> No
     shutil.rmtree(tmp_path / "run")
     first, second = on_ranks(2, run, mirrored(tmp_path))
     assert first == second
-    assert "must hold a valid checkpoint to resume, but holds only damaged ones (2)" in first
+    assert "must hold a valid checkpoint to continue from, but holds only damaged ones (2)" in first
 
 
 def test_the_mirror_of_another_run_is_neither_fetched_nor_changed(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import time
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 from megahead.checkpoints.format import Snapshot
+from megahead.checkpoints.memory import share_replicas
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
@@ -59,6 +61,7 @@ def on_node(folder: Path, dies_at: int | None = None) -> Sabotage:
 
     def sabotage(rank: int) -> None:
         give_memory(folder, rank)
+        sessions.share_replicas = lambda run, launch: share_replicas(run, replace(launch, local_rank=0))
         waiting_for_copies()
         keep = loop._evaluate_and_save_if_due
 

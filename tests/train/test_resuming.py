@@ -146,7 +146,7 @@ def test_a_run_with_damaged_checkpoints_only_does_not_start_anew(begun: Path) ->
         flip(file)
     first, second = on_ranks(2, run, small_config(begun))
     assert first == second
-    assert "must hold a valid checkpoint to resume, but holds only damaged ones (2)" in first
+    assert "must hold a valid checkpoint to continue from, but holds only damaged ones (2)" in first
     there = sorted(without_digits(path.name) for path in (begun / "run/checkpoints").glob("step-*"))
     assert there == ["step-00000003", "step-00000006"]
 
