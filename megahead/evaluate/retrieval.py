@@ -169,7 +169,8 @@ def score_search(encoder: TextEncoder, data: SearchData, poolings: Sequence[str]
         cosines_Qk, nearest_Qk = find_nearest(query_vectors[pooling], text_vectors[pooling], max(RECALL_CUTOFFS) + 1)
         metrics: dict[str, list[float]] = {}
         for query, cosines, nearest in zip(data.queries, cosines_Qk.tolist(), nearest_Qk.tolist(), strict=True):
-            run = {texts[index]: cosine for index, cosine in zip(nearest, cosines, strict=True)}
+            results = zip(nearest, cosines, strict=True)
+            run = {texts[index]: cosine for index, cosine in results if cosine > -math.inf}
             judgements = data.judgements[query]
             if query not in judgements:
                 run.pop(query, None)
@@ -181,7 +182,7 @@ def score_search(encoder: TextEncoder, data: SearchData, poolings: Sequence[str]
 
 def find_nearest(queries_QD: Tensor, vectors_ND: Tensor, k: int, block: int = _BLOCK_TEXTS) -> tuple[Tensor, Tensor]:
     """[Q, k] products and indices of the k vectors with the largest products with each query, the largest first; all N
-    if there are fewer. Exact. Memory: a few times min(Q, 256) x `block` products."""
+    if there are fewer; -inf in place of NaN. Exact. Memory: a few times min(Q, 256) x `block` products."""
     if len(queries_QD) > _BLOCK_QUERIES:
         parts = [find_nearest(part_QD, vectors_ND, k, block) for part_QD in queries_QD.split(_BLOCK_QUERIES)]
         products, indices = zip(*parts, strict=True)
@@ -189,7 +190,7 @@ def find_nearest(queries_QD: Tensor, vectors_ND: Tensor, k: int, block: int = _B
     best_Qk = queries_QD.new_empty(len(queries_QD), 0)
     index_Qk = torch.empty_like(best_Qk, dtype=torch.int64)
     for first in range(0, len(vectors_ND), block):
-        products_Qn = queries_QD @ vectors_ND[first : first + block].T
+        products_Qn = (queries_QD @ vectors_ND[first : first + block].T).nan_to_num(-math.inf)
         products_Qk, nearest_Qk = products_Qn.topk(min(k, products_Qn.shape[1]), dim=1)
         products_Qk, index_Qk = torch.cat([best_Qk, products_Qk], 1), torch.cat([index_Qk, nearest_Qk + first], 1)
         best_Qk, chosen_Qk = products_Qk.topk(min(k, products_Qk.shape[1]), dim=1)

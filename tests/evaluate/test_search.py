@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -166,6 +167,21 @@ def test_the_task_scores_pairs_and_folders_alike(tmp_path: Path) -> None:
     assert has_queries(pairs)
     assert not has_queries(write_rows(tmp_path / "articles.jsonl", [{"title": "query", "text": "how one asks"}]))
     assert next(evaluate_tasks(model, task_files(["retrieval"], articles=pairs))).scores[0].value == 1
+
+
+def test_texts_and_queries_without_a_vector_are_not_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a diverged run, of some texts or of all."""
+    data = read_search_data(write_beir(tmp_path / "beir", test=QRELS))
+    encoder = TextEncoder(save_small_encoder(tmp_path / "model"))
+    vectors = torch.tensor([[math.nan], [1.0], [0.5]])
+    monkeypatch.setattr(
+        encoder, "vectors", lambda texts: {"cls": torch.ones(3, 1) if texts[0] == "the cat" else vectors}
+    )
+    scores = {score.metric: score.value for score in score_search(encoder, data, ["cls"])}
+    assert scores["cls_recall@1"] == pytest.approx((0 + 1 / 2 + 0) / 3)
+    assert scores["cls_mrr@10"] == pytest.approx((0 + 1 + 1 / 2) / 3)
+    vectors[:] = math.nan
+    assert {score.value for score in score_search(encoder, data, ["cls"])} == {0.0}
 
 
 def test_a_query_that_is_in_the_corpus_does_not_find_itself(tmp_path: Path) -> None:
