@@ -39,11 +39,9 @@ SHOWN = 15  # of the slowest operations
 PACKAGE_NAMES = {"megahead": "megahead", "deepspeed": "DeepSpeed"}
 PACKAGE_ROOTS = {name: Path(spec.origin).parent for name in PACKAGE_NAMES if (spec := find_spec(name)) and spec.origin}
 BACKWARD = "backward pass"
-# Settings with which a run does nothing between or after its steps
-STEPS_ONLY = (
-    *("schedule={name: constant}", "tasks=null", "data.validation=null", "training.max_seconds=null"),
-    *("training.evaluate_every=1000000000", "training.checkpoint_every=1000000000", "training.log_seconds=1000000000"),
-)
+# Settings with which a run does nothing between or after its steps, and has no store, replicas or tracker
+STEPS_ONLY = ("schedule={name: constant}", "tasks=null", "data.validation=null")
+TRAINING_ONLY = dict.fromkeys(("evaluate_every", "checkpoint_every", "log_seconds"), 1_000_000_000)
 WaitSite = tuple[str, str]  # package, and line
 
 
@@ -86,7 +84,8 @@ def run_steps(config: RunConfig, steps: int, watch: Callable[[int], AbstractCont
             return step.train_step(*arguments)
 
     with tempfile.TemporaryDirectory() as folder, patch.object(loop, "train_step", watched_train_step):
-        config = with_overrides(config, f"output_dir={folder}", f"training.steps={WARM_UP + steps}", *STEPS_ONLY)
+        training = {"steps": WARM_UP + steps, **TRAINING_ONLY}
+        config = with_overrides(config, f"output_dir={folder}", f"training={training}", *STEPS_ONLY)
         run.pretrain(config, Launch())
 
 

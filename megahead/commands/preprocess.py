@@ -94,7 +94,8 @@ def holds_out_same_text(output: str) -> bool:
 
 def preprocess_table(arguments: argparse.Namespace) -> str:
     """Makes datasets of events; returns the final report."""
-    from megahead.data.item_sequences import EventColumns, ItemVocabulary, preprocess_events
+    from megahead.data.event_tables import EventColumns
+    from megahead.data.item_sequences import ItemVocabulary, preprocess_events
 
     names = {option: getattr(arguments, option) for option in ("user", "item", "time")}
     for option, name in names.items():

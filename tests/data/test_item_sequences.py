@@ -16,10 +16,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from megahead.data import item_sequences
+from megahead.data.event_tables import EventColumns
 from megahead.data.indexed import IndexedDataset
 from megahead.data.item_sequences import (
     END_ID,
-    EventColumns,
     EventReport,
     ItemVocabulary,
     items_path,
@@ -201,6 +201,7 @@ def test_tables_without_sequences_are_refused(tmp_path: Path, text: str, options
         (EventColumns("usr", "item", "time"), "t.csv", "`--user` must name a column of its own .*did you mean `user`?"),
         (EventColumns("user", "item", "item"), "t.csv", "`--item` must name a column of its own"),
         (COLUMNS, "t.xls", "`--table` must name files that end in .csv"),
+        (COLUMNS, "empty.csv", "must be a readable table, but is not .it is empty"),
         (COLUMNS, "none.csv", "must be a table, but there is no such file"),
         (COLUMNS, "broken.parquet", "must be a readable table"),
         (COLUMNS, "broken.csv.gz", "must be a readable table"),
@@ -208,9 +209,16 @@ def test_tables_without_sequences_are_refused(tmp_path: Path, text: str, options
 )
 def test_mistakes_are_told(tmp_path: Path, columns: EventColumns, name: str, message: str) -> None:
     if name != "none.csv":
-        (tmp_path / name).write_text(f"user,item,time\n{GOOD}")
+        (tmp_path / name).write_text("" if name == "empty.csv" else f"user,item,time\n{GOOD}")
     with pytest.raises(UserError, match=message):
         preprocess_events([tmp_path / name], columns, tmp_path / "out")
+
+
+def test_other_columns_may_be_empty_at_first_and_text_later(tmp_path: Path) -> None:
+    """Later than the megabyte by which pyarrow guesses types."""
+    lines = [f"{user},{item},{item}," for user in range(2) for item in range(60_000)]
+    (tmp_path / "events.csv").write_text("\n".join(["user,item,time,note", *lines, "2,1,1,late"]))
+    assert preprocess_events([tmp_path / "events.csv"], COLUMNS, tmp_path / "out").events == 120_001
 
 
 def test_another_file_is_no_vocabulary(tmp_path: Path) -> None:

@@ -71,6 +71,14 @@ def test_steps_are_those_of_a_run(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+def test_leaves_the_run_and_its_remote_checkpoints_alone(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    changes = {"training.remote_checkpoints": f"file://{tmp_path}/store", "training.replicate_every": 1}
+    changes |= {"training.wandb": "project", "training.keep_every": 1}
+    assert on_ranks(1, steps_counted, small_config(tmp_path, changes)) == [(0, ["warn", "default"] * 2)]
+    assert not (tmp_path / "store").exists()
+
+
 def test_writes_a_trace_of_the_steps_asked_for(tmp_path: Path) -> None:
     trace = tmp_path / "traces/trace.json.gz"
     tool = ("tools/profile_step.py", "--config", config_file(tmp_path))
