@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import exp, fsum, inf
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -21,7 +21,7 @@ from megahead.hf.loading import (
     load_causal,
     load_masked,
     load_tokenizer_folder,
-    outputs_selected,
+    logits_at,
     read_context_length,
 )
 from megahead.wording import pluralize
@@ -31,7 +31,7 @@ from megahead.wording import pluralize
 # Rows are batched by length, so that little is padding. The head, most of a small model's work, is applied only to
 # outputs that predict a target. In a decoder, rows with the same prefix (minimal pairs) share its outputs.
 #
-# B rows, T tokens, P predictions, O distinct outputs from which they are made, V vocabulary.
+# B rows, T tokens, P predictions, O distinct outputs from which they are made (o: at once), V vocabulary.
 
 _MAX_BATCH_TOKENS = 1 << 13  # on a CPU
 _MAX_BATCH_LOGITS = 1 << 22  # on a CPU: 16 MB, which stay in its caches
@@ -51,8 +51,12 @@ class TokenPredictor:
     """Computes log-probabilities with a Hugging Face language model; `causal`: a token attends only to earlier ones."""
 
     def __init__(self, model: Any, *, causal: bool, batch_size: int | None = None) -> None:
-        """batch_size: rows at once; None: as many as 8,192 tokens and 4 million logits allow (a GPU: 32 times that)."""
+        """batch_size: rows at once; None: as many as 8,192 tokens and 4 million logits allow (a GPU: 32 times that).
+        Of a longer row the head is applied to a part at a time."""
         self._model, self._causal, self._batch_size = model, causal, batch_size
+        factor = _GPU_BATCH_FACTOR if model.device.type == "cuda" else 1
+        self._max_tokens = factor * _MAX_BATCH_TOKENS
+        self._max_outputs = max(1, factor * _MAX_BATCH_LOGITS // model.config.vocab_size)
 
     def log_probabilities(self, rows: Sequence[ScoredRow]) -> list[float]:
         """Returns the sum over its targets, in nats, for each row. Equal rows are computed once."""
@@ -62,14 +66,11 @@ class TokenPredictor:
         return [sums[row] for row in rows]
 
     def _batches(self, rows: Sequence[ScoredRow]) -> Iterator[Sequence[ScoredRow]]:
-        factor = _GPU_BATCH_FACTOR if self._model.device.type == "cuda" else 1
-        max_tokens = factor * _MAX_BATCH_TOKENS
-        max_outputs = factor * _MAX_BATCH_LOGITS // self._model.config.vocab_size
         start, keys = 0, set[Hashable]()
         for end, row in enumerate(rows):
             size, row_keys = end - start + 1, set(self._output_keys(row))
             keys |= row_keys
-            exceeds_limits = size * len(row.ids) > max_tokens or len(keys) > max_outputs
+            exceeds_limits = size * len(row.ids) > self._max_tokens or len(keys) > self._max_outputs
             if end > start and (exceeds_limits if self._batch_size is None else size > self._batch_size):
                 yield rows[start:end]
                 start, keys = end, row_keys
@@ -93,19 +94,22 @@ class TokenPredictor:
                 predictions.append((i, outputs.setdefault(key, (len(outputs), i, position))[0], target))
         row_P, output_P, target_P = torch.tensor(predictions, device=device).view(-1, 3).unbind(-1)
         _, row_O, position_O = torch.tensor(list(outputs.values()), device=device).view(-1, 3).unbind(-1)
-        logits_OV = self._logits(ids_BT, lengths_B, row_O, position_O)
-        total_O = torch.cat([part.float().logsumexp(-1) for part in logits_OV.split(_LOGSUMEXP_ROWS)])
-        log_p_P = logits_OV[output_P, target_P].float() - total_O[output_P]
-        return torch.zeros(len(rows), dtype=torch.float64, device=device).index_add_(0, row_P, log_p_P.double())
+        log_p_P = torch.empty(len(predictions), dtype=torch.float64, device=device)
+        first = 0
+        for logits_oV in self._logits(ids_BT, lengths_B, row_O, position_O):
+            is_here_P = (output_P >= first) & (output_P < first + len(logits_oV))
+            output_p, target_p = output_P[is_here_P] - first, target_P[is_here_P]
+            total_o = torch.cat([part.float().logsumexp(-1) for part in logits_oV.split(_LOGSUMEXP_ROWS)])
+            log_p_P[is_here_P] = (logits_oV[output_p, target_p].float() - total_o[output_p]).double()
+            first += len(logits_oV)
+        return torch.zeros(len(rows), dtype=torch.float64, device=device).index_add_(0, row_P, log_p_P)
 
-    def _logits(self, ids_BT: Tensor, lengths_B: Tensor, row_O: Tensor, position_O: Tensor) -> Tensor:
-        """[O, V]: logits; the head is applied only to the backbone's outputs at those positions."""
-        options: dict[str, Any] = {"use_cache": False} if self._causal else {}
+    def _logits(self, ids_BT: Tensor, lengths_B: Tensor, row_O: Tensor, position_O: Tensor) -> Iterator[Tensor]:
+        """Yields logits [o, V] in parts that memory holds; the head is applied only to those outputs."""
+        inputs: dict[str, Any] = {"use_cache": False} if self._causal else {}
         if not self._causal:  # a causal model needs no mask: padding comes last, and nothing attends to later tokens
-            options["attention_mask"] = torch.arange(ids_BT.shape[1], device=ids_BT.device) < lengths_B[:, None]
-        with outputs_selected(self._model, row_O, position_O):
-            logits_1OV: Tensor = self._model(input_ids=ids_BT, **options).logits
-        return logits_1OV[0]
+            inputs["attention_mask"] = torch.arange(ids_BT.shape[1], device=ids_BT.device) < lengths_B[:, None]
+        return logits_at(self._model, row_O, position_O, self._max_outputs, input_ids=ids_BT, **inputs)
 
 
 # Log-probabilities of whole texts, by a decoder, or by an encoder as pseudo-log-likelihoods (each token masked in
@@ -201,17 +205,24 @@ class Encoder(LanguageModel):
         encoded = self.tokenizer(list(texts), add_special_tokens=False, verbose=False)
         rows = []
         for k, ids in enumerate(encoded["input_ids"]):
-            words = encoded.word_ids(k) if whole_words else range(len(ids))
-            rows.append(list(self._masked_rows(ids[:max_tokens], list(words)[:max_tokens])))
+            words = _words(texts[k], encoded[k]) if whole_words else range(len(ids))
+            rows.append(list(self._masked_rows(ids[:max_tokens], words[:max_tokens])))
         return rows
 
-    def _masked_rows(self, ids: list[int], words: Sequence[int | None]) -> Iterator[ScoredRow]:
+    def _masked_rows(self, ids: list[int], words: Sequence[Hashable]) -> Iterator[ScoredRow]:
         for position, token in enumerate(ids):
             end = position + 1
             while end < len(ids) and words[end] is not None and words[end] == words[position]:
                 end += 1
             masked = [self._start, *ids[:position], *[self._mask] * (end - position), *ids[end:], self._end]
             yield ScoredRow(tuple(masked), (position + 1,), (token,))
+
+
+def _words(text: str, encoding: Any) -> list[Hashable]:
+    """Returns a key for each token, equal in one word; None for a special token. A space begins a word also where no
+    pre-tokenizer splits there (Llama 2, Gemma 2)."""
+    num_spaces = accumulate(text[start : start + 1].isspace() for start, _ in encoding.offsets)
+    return [None if word is None else (word, n) for word, n in zip(encoding.word_ids, num_spaces, strict=True)]
 
 
 def special_ids(tokenizer: Any) -> tuple[int, int, int]:
@@ -284,15 +295,17 @@ def generate_continuation(
     """Generates up to `max_tokens` tokens after `prompt`, until the end token; an empty prompt starts a document.
     `stream` receives the text word by word, as it is generated.
 
-    A prompt longer than the model's context minus `max_tokens` is truncated on the left; `report` receives a sentence
-    about it.
+    A prompt longer than the model's context minus `max_tokens` is truncated on the left, after its bos token; `report`
+    receives a sentence about it.
     """
     max_prompt_tokens = context_length(model) - max_tokens
     if max_prompt_tokens < 1:
         raise FieldError(
             "--max-new-tokens", f"be below the model's context ({max_prompt_tokens + max_tokens})", got=max_tokens
         )
-    ids = _truncate_prompt(tokenizer(prompt, verbose=False)["input_ids"], max_prompt_tokens, report)
+    ids = tokenizer(prompt, verbose=False)["input_ids"]
+    num_bos = int(ids[:1] == [tokenizer.bos_token_id])
+    ids = ids[:num_bos] + _truncate_prompt(ids[num_bos:], max_prompt_tokens - num_bos, report)
     ids = ids or [start_token_id(tokenizer)]
     inputs = torch.tensor([ids], device=model.device)
     options = {"max_new_tokens": max_tokens, "pad_token_id": tokenizer.pad_token_id, **sampling}

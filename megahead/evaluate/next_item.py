@@ -22,7 +22,7 @@ from megahead.errors import CheckpointError, DataError, FieldError
 from megahead.evaluate.results import Score, TaskResult
 from megahead.files import atomic_folder
 from megahead.hf.export import ensure_decoder_folder
-from megahead.hf.loading import context_length, load_causal, outputs_selected
+from megahead.hf.loading import context_length, load_causal, logits_at
 from megahead.hf.trained import TrainedModel
 
 CUTOFF = 10
@@ -99,12 +99,12 @@ class ItemModel:
         last_U = torch.tensor([len(part) - 1 for part in ids], device=ids_UT.device)
         self._head.forward = lambda hidden: hidden  # its product is computed in blocks of items
         try:
-            with outputs_selected(self._model, torch.arange(len(ids), device=ids_UT.device), last_U):
-                contexts_1UD: Tensor = self._model(input_ids=ids_UT, use_cache=False).logits
+            row_U, inputs = torch.arange(len(ids), device=ids_UT.device), {"input_ids": ids_UT, "use_cache": False}
+            contexts_UD = next(logits_at(self._model, row_U, last_U, len(ids), **inputs))
         finally:
             del self._head.forward
-        num_ones = self.vectors_ND.shape[1] - contexts_1UD.shape[2]
-        return torch.nn.functional.pad(contexts_1UD[0].float(), (0, num_ones), value=1.0)
+        num_ones = self.vectors_ND.shape[1] - contexts_UD.shape[1]
+        return torch.nn.functional.pad(contexts_UD.float(), (0, num_ones), value=1.0)
 
 
 class Ranking:

@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 from logging import getLogger
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -130,19 +131,13 @@ def context_length(model: Any) -> int:
     return max_positions({**vars(model.config), "model_type": model_type}) or 2048
 
 
-@contextmanager
-def outputs_selected(model: Any, row_O: Tensor, position_O: Tensor) -> Iterator[None]:
-    """In the block, the head of a language model is applied to these hidden states alone: its logits are [1, O, V]."""
-
-    def select(_: Any, __: Any, outputs: Any) -> Any:
-        outputs.last_hidden_state = outputs.last_hidden_state[row_O, position_O][None]
-        return outputs
-
-    hook = model.base_model.register_forward_hook(select)
-    try:
-        yield
-    finally:
-        hook.remove()
+def logits_at(model: Any, row_O: Tensor, position_O: Tensor, max_outputs: int, **inputs: Any) -> Iterator[Tensor]:
+    """Yields the logits [o, V] of a language model at these positions, for at most `max_outputs` of them at once."""
+    outputs = model.base_model(**inputs)
+    for hidden_oD in outputs.last_hidden_state[row_O, position_O].split(max_outputs):
+        outputs.last_hidden_state = hidden_oD[None]
+        with patch.object(model.base_model, "forward", lambda *_, **__: outputs):  # leaves the head
+            yield model(**inputs).logits[0]
 
 
 def load_tokenizer_folder(folder: Path) -> Any:

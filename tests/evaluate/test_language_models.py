@@ -8,9 +8,22 @@ import pytest
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
-from transformers import BertConfig, BertForMaskedLM, BloomConfig, BloomForCausalLM, GPT2Config, GPT2LMHeadModel
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from tokenizers.normalizers import Replace
+from tokenizers.processors import TemplateProcessing
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BloomConfig,
+    BloomForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+)
 
 from megahead.errors import CheckpointError, DataError
+from megahead.evaluate import language_models
 from megahead.evaluate.harness import fitting_batch_size
 from megahead.evaluate.language_models import (
     ScoredRow,
@@ -20,6 +33,7 @@ from megahead.evaluate.language_models import (
     sampling_options,
 )
 from megahead.hf.export import ensure_hf_folder
+from megahead.hf.importing import read_hf_config
 from megahead.hf.loading import load_causal, load_tokenizer_folder
 from support.small_checkpoint import save_small, save_tokenizer, small_config
 from support.small_encoder import save_small_encoder
@@ -91,6 +105,25 @@ def test_an_encoder_guesses_each_token_without_the_rest_of_its_word(encoder: Pat
     assert found == pytest.approx([*(by_hand(encoder, text) for text in texts[:3]), 0.0], rel=1e-5)
 
 
+def test_words_end_at_spaces_where_no_pre_tokenizer_splits(encoder: Path) -> None:
+    """As in the tokenizers of Llama 2 and Gemma 2, whose spaces are letters."""
+    model = open_language_model(encoder)
+    tokens = ["[UNK]", "[CLS]", "[SEP]", "[MASK]", "▁", "a", "b", "c", "▁b"]
+    tokenizer = Tokenizer(BPE({token: id_ for id_, token in enumerate(tokens)}, [("▁", "b")], unk_token="[UNK]"))
+    tokenizer.normalizer = Replace(" ", "▁")
+    model.tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    rows = model.masked_rows(["ab b c"], whole_words=True)[0]
+    start, end, mask = model._start, model._end, model._mask
+    a, b, space, space_b, c = (tokens.index(token) for token in ("a", "b", "▁", "▁b", "c"))
+    assert [row.ids for row in rows] == [
+        (start, mask, mask, space_b, space, c, end),
+        (start, a, mask, space_b, space, c, end),
+        (start, a, b, mask, space, c, end),
+        (start, a, b, space_b, mask, mask, end),
+        (start, a, b, space_b, space, mask, end),
+    ]
+
+
 def test_a_text_too_long_for_an_encoder_is_reported(encoder: Path) -> None:
     with pytest.raises(DataError, match="must have at most 62 tokens, but has 63"):
         open_language_model(encoder).log_probabilities(["the " * 63])
@@ -104,6 +137,19 @@ def test_rows_that_begin_alike_ask_the_head_once(decoder: Path, monkeypatch: pyt
     one, other, again = TokenPredictor(model, causal=True).log_probabilities([*rows, rows[0]])
     assert asked == [5]
     assert one == again != other
+
+
+@pytest.mark.parametrize("kind", ["decoder", "encoder"])
+def test_a_long_row_asks_the_head_in_parts(kind: str, request, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, texts = request.getfixturevalue(kind), ["the cat saw the dog on the mat", "the cat saw the mat"]
+    expected = open_language_model(folder).log_probabilities(texts)
+    monkeypatch.setattr(language_models, "_MAX_BATCH_LOGITS", 3 * read_hf_config(folder)["vocab_size"])
+    model = open_language_model(folder, 9)
+    asked: list[int] = []
+    model.model.get_output_embeddings().register_forward_hook(lambda _, ids, __: asked.append(ids[0].shape[1]))
+    assert model.log_probabilities(texts) == pytest.approx(expected, rel=1e-6)
+    assert len(asked) > 2
+    assert max(asked) == 3
 
 
 @pytest.fixture(params=["gpt2", "bloom"])
@@ -137,3 +183,18 @@ def test_an_empty_prompt_begins_after_an_end_token_or_is_refused(decoder: Path) 
     tokenizer.eos_token = None
     with pytest.raises(CheckpointError, match="names a begin or end token, to begin a text with, but names neither"):
         generate_continuation(model, tokenizer, "", 4, greedy)
+
+
+def test_a_long_prompt_keeps_its_begin_token(decoder: Path) -> None:
+    model, tokenizer, greedy = load_causal(decoder), load_tokenizer_folder(decoder), sampling_options(0, 0, 1)
+    bos, words = tokenizer.bos_token, tokenizer("the cat saw the dog on the mat " * 9)["input_ids"]
+    begins = TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, tokenizer.bos_token_id)])
+    tokenizer.backend_tokenizer.post_processor = begins
+    prompts: list[list[int]] = []
+    model.register_forward_pre_hook(
+        lambda _, __, inputs: prompts.append(inputs["input_ids"][0].tolist()), with_kwargs=True
+    )
+    said: list[str] = []
+    generate_continuation(model, tokenizer, tokenizer.decode(words), 4, greedy, said.append)
+    assert prompts[0] == [tokenizer.bos_token_id, *words[-27:]]
+    assert said == [f"the prompt exceeds the context and lost its first {len(words) - 27} tokens"]
