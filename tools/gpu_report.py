@@ -300,14 +300,14 @@ class PartRunner:
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.console, self._title, self._launch = folder, console, title, launch
-        self._report, self._machine = folder / "report.json", describe_machine()
-        earlier = [] if again or not self._report.exists() else json.loads(self._report.read_bytes())["parts"]
+        self._report, self._machine, self._again = folder / "report.json", describe_machine(), again
+        earlier = [] if not self._report.exists() else json.loads(self._report.read_bytes())["parts"]
         self.outcomes = {part["name"]: Outcome(**part) for part in earlier if part["state"] == "measured"}
 
     def run_parts(self, parts: Sequence[Part], seconds: float) -> None:
         """Runs `parts` within so many seconds, and writes `report.json` and `report.md` after each."""
         deadline = time.monotonic() + seconds
-        measured = {(outcome.name, *outcome.command) for outcome in self.outcomes.values()}
+        measured = {(outcome.name, *outcome.command) for outcome in self.outcomes.values() if not self._again}
         todo = [part for part in parts if (part.name, *part.command) not in measured]
         if len(todo) < len(parts):
             self._print(f"{len(parts) - len(todo)} of {len(parts)} parts are there from an earlier call")

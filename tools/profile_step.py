@@ -123,11 +123,8 @@ def _slowest_operations(trace: profile, kind: str, steps: int) -> list[dict[str,
 
 def count_waits(config: RunConfig, steps: int) -> Counter[WaitSite]:
     """Counts the waits of each line in `steps` steps of `config`."""
-    import torch
-
     waits: Counter[WaitSite] = Counter()
-    with torch.autograd.set_multithreading_enabled(False):
-        run_steps(config, steps, lambda _: record_waits(waits))
+    run_steps(config, steps, lambda _: record_waits(waits))
     return waits
 
 

@@ -14,6 +14,7 @@ import errno
 import re
 import shutil
 from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -206,7 +207,8 @@ def write_collectively(
         disk.publish(name)
         if rules is not None:
             disk.write_latest(Latest(name, manifest.parents))
-            retain(disk, rules)
+            with suppress(OSError):  # the new checkpoint is complete; the next save removes older ones
+                retain(disk, rules)
 
     try:
         run_on_first_rank(group, lambda: disk.prepare(name, num_bytes), describe_error)

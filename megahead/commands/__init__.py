@@ -9,6 +9,7 @@ import json
 import os
 import re
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -45,12 +46,18 @@ COMMANDS: dict[str, dict[str, str]] = {
 """{group: {module: description}}, as in docs/quickstart.md."""
 
 
+def has_other_ranks(environment: Mapping[str, str]) -> bool:
+    """Whether a launcher's variables may mean several ranks; `read_launch`, which imports torch, tells for sure."""
+    names = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
+    return any(environment.get(name, "1") != "1" for name in names)
+
+
 def report_once(message: str) -> None:
     """Prints a command's error on only one of the ranks that raised it, and writes it to torchrun's error file."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         with suppress(OSError):  # a full disk may be the error
             Path(file).write_text(json.dumps({"message": message, "timestamp": int(time.time())}))
-    if os.environ.get("WORLD_SIZE", os.environ.get("SLURM_STEP_NUM_TASKS", "1")) == "1":
+    if not has_other_ranks(os.environ):
         print_error(message)  # without importing torch
         return
     from megahead.distributed.launch import print_error_once, read_launch

@@ -107,8 +107,9 @@ def packages() -> Iterator[Finding]:
 def package(name: str, failure_state: Literal["note", "problem"], advice: str) -> Finding:
     """Checks that `name` can be imported, not only that it is installed."""
     try:
-        importlib.import_module(name)
-        return Finding(name, "ok", importlib.metadata.version(name.replace("_", "-")))
+        module = importlib.import_module(name)  # a distribution of another name may have it, such as pytorch-triton
+        version = getattr(module, "__version__", None) or importlib.metadata.version(name.replace("_", "-"))
+        return Finding(name, "ok", version)
     except Exception as error:  # a package may fail to load in any way (a missing library, another CUDA)
         reason = " ".join(str(error).split())[:120]
         return Finding(name, failure_state, f"{type(error).__name__}: {reason}", advice)
@@ -158,6 +159,8 @@ def disk(folder: Path) -> Finding:
     """Checks free space and write permission in the folder for runs, or its nearest existing parent."""
     existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
     free = shutil.disk_usage(existing).free
+    if not existing.is_dir():
+        return Finding("disk", "problem", f"{existing} is a file", "name another --output-dir")
     if not os.access(existing, os.W_OK):
         return Finding("disk", "problem", f"{existing} cannot be written to", "name another --output-dir")
     advice = "a checkpoint takes 12 bytes a parameter" if free < 10 * GIB else ""
@@ -200,6 +203,8 @@ def hosts(hostfile: Path) -> Iterator[Finding]:
         reason = error.strerror if isinstance(error, OSError) else "no text"
         yield Finding("hostfile", "problem", f"{hostfile}: {reason}", "see launch/hostfile for an example")
         return
+    if not any(lines):
+        yield Finding("hostfile", "problem", f"{hostfile}: no host", "write HOST slots=N, a line for each")
     for line in filter(None, lines):
         match = re.fullmatch(r"(\S+)\s+slots=(\d+)", line)
         yield Finding("hostfile", "problem", line, "write HOST slots=N") if match is None else host(match[1])

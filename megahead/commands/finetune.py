@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from megahead.commands import checkpoint_path, report_once
+from megahead.commands import checkpoint_path, has_other_ranks, report_once
 from megahead.errors import FieldError, existing_path, require_at_least, run_command
 from megahead.evaluate.glue_tasks import (
     XNLI_LANGUAGES,
@@ -38,6 +38,7 @@ from megahead.evaluate.results import Score
 from megahead.evaluate.search_data import RETRIEVAL_PREFIX, ContrastiveSettings, load_pairs
 from megahead.hf.other_programs import POOLINGS
 from megahead.report.tables import terminal, to_rich
+from megahead.wording import pluralize
 
 if TYPE_CHECKING:
     from megahead.distributed.group import Group
@@ -53,10 +54,10 @@ WAIT_SECONDS = 600.0
 
 def main() -> None:
     """Runs the command; on several ranks an error exits immediately: threads may wait for other ranks."""
-    if os.environ.get("WORLD_SIZE", "1") == "1":
-        run()
-    else:
+    if has_other_ranks(os.environ):
         run_command(run, immediate_exit=True, report=report_once)
+    else:
+        run()
 
 
 def run() -> None:
@@ -159,7 +160,7 @@ def require_one_run(tasks: Sequence[tuple[TaskData, FineTuningSettings]], argume
     runs = len(tasks) * (len(arguments.model) + arguments.floor) * arguments.seeds
     if runs > 1 or not tasks[0][0].name.startswith(RETRIEVAL_PREFIX):
         rule = f"be given with one --model, one --task {RETRIEVAL_PREFIX}PATH and --seeds 1"
-        raise FieldError("--save", rule, got=f"given with {runs} runs of {tasks[0][0].name}")
+        raise FieldError("--save", rule, got=f"given with {pluralize(runs, 'run')} of {tasks[0][0].name}")
     if arguments.save.exists():
         raise FieldError("--save", "name a new folder", got=arguments.save)
 

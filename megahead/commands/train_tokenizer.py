@@ -26,7 +26,7 @@ from megahead.remote_files import local_file
 
 def main() -> None:
     arguments = parse_arguments()
-    tokenizer_type = arguments.type if arguments.extend is None else "extended"
+    tokenizer_type = (arguments.type or "bpe") if arguments.extend is None else "extended"
     tokenizer = open_tokenizer(arguments.extend) if arguments.input is None else train(arguments)
     if arguments.input is None or arguments.encoder:
         add_encoder_tokens(tokenizer)
@@ -39,7 +39,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--input", nargs="+", metavar="F", help="text to train on, as `megahead preprocess` takes it")
     parser.add_argument("--extend", metavar="T", help="add to this tokenizer.json instead of training a new one")
     parser.add_argument("--vocab-size", type=int, metavar="V", help="ids to have, special tokens included")
-    parser.add_argument("--type", choices=TRAINERS, default="bpe", help="of a new tokenizer (default: bpe)")
+    parser.add_argument("--type", choices=TRAINERS, help="of a new tokenizer (default: bpe)")
     parser.add_argument("--encoder", action="store_true", help="add [CLS], [SEP] and [MASK] after the V ids")
     parser.add_argument("--output", required=True, metavar="T", help="tokenizer.json to write")
     parser.add_argument("--text-key", default="text", help="key of the text, `a.b` for nested ones (default: text)")
@@ -51,6 +51,11 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("one of --input and --extend is required")
     if arguments.input is not None and arguments.vocab_size is None:
         parser.error("--vocab-size is required with --input")
+    if arguments.extend is not None and arguments.type is not None:
+        parser.error("--type is the extended tokenizer's own; leave it out")
+    for name in ("vocab_size", "max_bytes", "keep"):
+        if arguments.input is None and getattr(arguments, name):
+            parser.error(f"--{name.replace('_', '-')} needs --input")
     return arguments
 
 
@@ -64,7 +69,7 @@ def train(arguments: argparse.Namespace) -> Tokenizer:
         texts = sample_texts(arguments.input, selection=selection, max_bytes=arguments.max_bytes, progress=bar)
         if arguments.extend is not None:
             return extend(open_tokenizer(arguments.extend), texts, arguments.vocab_size)
-        return TRAINERS[arguments.type](texts, arguments.vocab_size)
+        return TRAINERS[arguments.type or "bpe"](texts, arguments.vocab_size)
 
 
 def open_tokenizer(path: str) -> Tokenizer:

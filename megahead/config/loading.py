@@ -169,7 +169,10 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         value = text
     *parents, field = key.split(".")
     section = tree
-    for name in parents:
+    for depth, name in enumerate(parents, 1):
+        if isinstance(section.get(name), str):  # a file, whose other settings would be lost
+            hint = f"{'.'.join(parents[:depth])} is {redact_secrets(repr(section[name]))}: set it as a whole"
+            raise ConfigError("--set", "name a field of a section", got=got, hint=hint)
         if not isinstance(section.get(name), dict):
             section[name] = {}
         section = section[name]

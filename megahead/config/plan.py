@@ -419,6 +419,17 @@ class RunPlan:
         return resolve_candidate_group_samples(self.config.objective, self.config.batch, self.data_ranks, saved)
 
 
+def compile_conflict(config: RunConfig, zero_stage: int) -> str:
+    """The setting that keeps blocks from being compiled; empty if there is none."""
+    if config.parallel.tensor > 1:
+        return "tensor ranks communicate within a block"
+    if zero_stage == 3:
+        return "ZeRO 3 gathers weights within a block"
+    if config.engine.activation_checkpointing == "selective":
+        return "selective checkpointing looks at operations that a compiled block no longer has"
+    return ""
+
+
 # Which runs capture micro-steps (a micro-batch forward and backward) as CUDA graphs (`engine.graphs`).
 
 

@@ -440,7 +440,8 @@ def _map_file(path: Path) -> mmap.mmap | bytes:
                 return b""
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except FileNotFoundError:
-        pieces = sorted(path.parent.glob(f"{path.stem}-*{path.suffix}"))
+        others = path.parent.glob(f"{path.stem}-*{path.suffix}")
+        pieces = [other for other in others if not other.with_suffix(".idx").exists()]
         if pieces and path.suffix == ".bin":
             raise DataError(
                 f"`{path}` must be one file, but lies in {len(pieces)} pieces; join them: "

@@ -12,7 +12,7 @@ import sys
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -62,7 +62,8 @@ def read_blocks(path: Path) -> Iterator[tuple[bytes, int]]:
                 consumed = consumed + len(data) if path == STANDARD_INPUT else file.tell()
                 yield data, consumed
     except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
-        raise DataError(f"`{path}` must be readable to its end, but is not ({error}); it may be cut short.") from error
+        hint = "; it may be cut short" if getattr(error, "errno", None) is None else ""
+        raise DataError(f"`{path}` must be readable to its end, but is not ({error}){hint}.") from error
 
 
 def _plain_blocks(file: IO[bytes] | gzip.GzipFile) -> Iterator[bytes]:
@@ -176,12 +177,16 @@ def _names(pattern: str) -> list[str]:
 
 
 def split_text_lines(inputs: Sequence[Input]) -> list[Input]:
-    """The same inputs, with each line of a `.txt` file a document."""
-    lines = partial(_chunk_lines, chunk_class=TextLines)
-    return [
-        replace(item, split=lines) if item.split is _chunk_text and ".txt" in item.path.suffixes else item
-        for item in inputs
-    ]
+    """The same inputs, with each line of a `.txt` file a document, also of those in archives."""
+    lines: Chunker = partial(_chunk_lines, chunk_class=TextLines)
+    chunkers = {suffix: lines if suffix.startswith(".txt") else split for suffix, split in CHUNKERS.items()}
+
+    def split_lines(item: Input) -> Chunker:
+        if item.split is _chunk_archive:
+            return partial(_chunk_archive, chunkers=chunkers)
+        return lines if item.split is _chunk_text and ".txt" in item.path.suffixes else item.split
+
+    return [replace(item, split=split_lines(item)) for item in inputs]
 
 
 def total_bytes(inputs: Sequence[Input]) -> int | None:
@@ -402,8 +407,9 @@ def _read_whole(path: Path, reason: str) -> bytes:
     for block, _ in read_blocks(path):
         data += block
         if len(data) > MAX_TEXT_BYTES:
+            suffix = next(suffix for suffix in _TEXT_CHUNKERS if suffix in path.suffixes)
             raise DataError(
-                f"`{path}` must be shorter than 1 GiB, as a {path.suffix} file is {reason}, but is longer; "
+                f"`{path}` must be shorter than 1 GiB, as a {suffix} file is {reason}, but is longer; "
                 "turn it into .jsonl with one document a line."
             )
     return bytes(data)
@@ -426,7 +432,7 @@ SUFFIXES = f"one of {', '.join(_TEXT_CHUNKERS)} (or these with .gz or .zst), .pa
 # Archives of files (tar, zip). They are read when named, but ignored in a folder of inputs.
 
 
-def _chunk_archive(path: Path, selection: Selection) -> Iterator[Chunk]:
+def _chunk_archive(path: Path, selection: Selection, chunkers: Mapping[str, Chunker] = CHUNKERS) -> Iterator[Chunk]:
     """The chunks of an archive's members, in its order, each split by its suffix; members of unknown types are ignored,
     as in a folder.
 
@@ -437,11 +443,11 @@ def _chunk_archive(path: Path, selection: Selection) -> Iterator[Chunk]:
     try:
         with path.open("rb") as archive:
             for name, content in read_members(archive):
-                suffix = next((suffix for suffix in CHUNKERS if name.endswith(suffix)), None)
+                suffix = next((suffix for suffix in chunkers if name.endswith(suffix)), None)
                 if suffix is None or PurePosixPath(name).name.startswith("."):
                     continue
                 is_empty = False
-                for chunk in _chunk_member(content, suffix, selection):
+                for chunk in _chunk_member(content, suffix, chunkers[suffix], selection):
                     disk_bytes = max(0, archive.tell() - position)  # a member's first chunk counts all of it
                     position += disk_bytes
                     yield replace(chunk, path=f"{path}/{name}", disk_bytes=disk_bytes)
@@ -453,12 +459,12 @@ def _chunk_archive(path: Path, selection: Selection) -> Iterator[Chunk]:
         raise DataError(f"`{path}` must hold files that end in one of {', '.join(CHUNKERS)}, but holds none.")
 
 
-def _chunk_member(content: IO[bytes], suffix: str, selection: Selection) -> Iterator[Chunk]:
+def _chunk_member(content: IO[bytes], suffix: str, split: Chunker, selection: Selection) -> Iterator[Chunk]:
     with TemporaryDirectory() as folder:  # tables need random access, and decompressors need a file
         file = Path(folder, f"member{suffix}")
         with file.open("wb") as output:
             shutil.copyfileobj(content, output, 1 << 20)
-        yield from CHUNKERS[suffix](file, selection)
+        yield from split(file, selection)
 
 
 def _tar_members(file: IO[bytes]) -> Iterator[tuple[str, IO[bytes]]]:

@@ -17,7 +17,7 @@ from megahead.config.model import ModelConfig
 from megahead.data.indexed import IndexedDataset
 from megahead.errors import CheckpointError, DataError
 from megahead.hf.heads import DTYPES, ExportTarget, Head
-from megahead.hf.loading import load_backbone, load_causal, load_masked
+from megahead.hf.loading import load_backbone, load_causal, load_masked, logits_at
 from megahead.hf.trained import EMBEDDING, MASK_HEAD, TrainedModel
 from megahead.models.families import build_backbone
 from megahead.objectives.micro_batch import MaskHead
@@ -33,7 +33,7 @@ _ROUNDING_FACTOR = 4  # tolerance of a half-precision export, in rounding errors
 
 _NUM_ROWS, _ROW_TOKENS = 2, 64
 _MAX_LOGITS = 1 << 24
-"""Limits the logits to 64 MiB: vocabularies above 65,536 are compared on fewer tokens."""
+"""Limits the logits to 64 MiB: of large vocabularies only the last tokens of each row are compared."""
 
 
 @dataclass(frozen=True)
@@ -68,14 +68,17 @@ def verify(folder: Path, target: ExportTarget) -> Parity:
     """
     model, head, dtype = target.model, target.head, target.dtype
     rows_BT = _token_rows(model)
-    expected = expected_outputs(model, head, rows_BT)
+    num_rows, last = rows_BT.shape
+    if target.has_head():
+        last = min(last, max(1, _MAX_LOGITS // (num_rows * model.config.model.vocab_size)))
+    expected = expected_outputs(model, head, rows_BT, last)
     width = expected.shape[-1]
     errors, padding = {}, 0.0
     for compute_dtype in dict.fromkeys(["float32", dtype]):
-        outputs = _exported_outputs(folder, target, rows_BT, DTYPES[compute_dtype])
+        outputs = _exported_outputs(folder, target, rows_BT, last, DTYPES[compute_dtype])
         errors[compute_dtype] = float((outputs[..., :width] - expected).abs().max())  # padding rows come last
         padding = max(padding, float(outputs.softmax(-1)[..., width:].sum(-1).max()))
-    rounded = expected if dtype == "float32" else expected_outputs(model, head, rows_BT, DTYPES[dtype])
+    rounded = expected if dtype == "float32" else expected_outputs(model, head, rows_BT, last, DTYPES[dtype])
     compared = "logits" if target.has_head() else "hidden states"
     scale = float(expected.abs().max())
     own_rounding = float((rounded - expected).abs().max())
@@ -90,32 +93,35 @@ def verify(folder: Path, target: ExportTarget) -> Parity:
             f"padding rows must take at most {MAX_PADDING:.0e} of the exported probability, but take {padding:.1e}; "
             "nothing was written."
         )
-    return Parity(compared, rows_BT.numel(), scale, errors, own_rounding, padding, tolerance)
+    return Parity(compared, expected[..., 0].numel(), scale, errors, own_rounding, padding, tolerance)
 
 
 @torch.no_grad()
-def expected_outputs(model: TrainedModel, head: Head, rows_BT: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """[B, T, V] reference logits, for example `E h / T + log q`, or [B, T, D] hidden states.
+def expected_outputs(
+    model: TrainedModel, head: Head, rows_BT: Tensor, last: int, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """[B, t, V] reference logits, for example `E h / T + log q`, or [B, t, D] hidden states, of the `last` t tokens of
+    each row.
 
     Computed in `dtype` throughout, returned in fp32.
     """
     backbone, vocab_size = _build_streamed(build_backbone, model, "backbone", dtype), model.config.model.vocab_size
     backbone.register_module("embedding", _StreamedEmbedding(model, dtype))
-    hidden_BTD: Tensor = backbone(rows_BT)
+    hidden_BtD: Tensor = backbone(rows_BT)[:, -last:]
     if head.matrix is None:
-        return hidden_BTD.float()
+        return hidden_BtD.float()
     bias_V = model.head_bias(head.name)
     if f"{MASK_HEAD}bias" in model.shapes:
-        hidden_BTD = _build_streamed(MaskHead, model, "mask_head", dtype)(hidden_BTD)
-    logits_BTV, first = hidden_BTD.new_empty(*rows_BT.shape, vocab_size, dtype=torch.float32), 0
+        hidden_BtD = _build_streamed(MaskHead, model, "mask_head", dtype)(hidden_BtD)
+    logits_BtV, first = hidden_BtD.new_empty(*hidden_BtD.shape[:2], vocab_size, dtype=torch.float32), 0
     for rows_vD in model.blocks(head.matrix, vocab_size):
         rows_vD = rows_vD.to(dtype)
-        scores_BTv = (hidden_BTD @ rows_vD.T) / head.temperature
+        scores_Btv = (hidden_BtD @ rows_vD.T) / head.temperature
         if bias_V is not None:
-            scores_BTv = scores_BTv + bias_V[first : first + len(rows_vD)].to(dtype)
-        logits_BTV[..., first : first + len(rows_vD)] = scores_BTv
+            scores_Btv = scores_Btv + bias_V[first : first + len(rows_vD)].to(dtype)
+        logits_BtV[..., first : first + len(rows_vD)] = scores_Btv
         first += len(rows_vD)
-    return logits_BTV
+    return logits_BtV
 
 
 def _build_streamed(
@@ -164,24 +170,25 @@ class _StreamedEmbedding(nn.Module):
 
 
 @torch.no_grad()
-def _exported_outputs(folder: Path, target: ExportTarget, rows_BT: Tensor, dtype: torch.dtype) -> Tensor:
+def _exported_outputs(folder: Path, target: ExportTarget, rows_BT: Tensor, last: int, dtype: torch.dtype) -> Tensor:
+    num_rows, length = rows_BT.shape
     with tempfile.TemporaryDirectory(dir=folder) as offload:
         if not target.has_head():
-            outputs: Tensor = load_backbone(folder, dtype, offload_folder=Path(offload))(rows_BT).last_hidden_state
-        elif target.is_masked_lm():
-            outputs = load_masked(folder, dtype)(rows_BT).logits
-        else:
-            outputs = load_causal(folder, dtype, offload_folder=Path(offload))(rows_BT).logits
-    return outputs.float()
+            hidden_BTD: Tensor = load_backbone(folder, dtype, offload_folder=Path(offload))(rows_BT).last_hidden_state
+            return hidden_BTD[:, -last:].float()
+        is_masked_lm = target.is_masked_lm()
+        model = load_masked(folder, dtype) if is_masked_lm else load_causal(folder, dtype, offload_folder=Path(offload))
+        row_O = torch.arange(num_rows).repeat_interleave(last)
+        position_O = torch.arange(length - last, length).repeat(num_rows)
+        logits_OV = next(logits_at(model, row_O, position_O, len(row_O), input_ids=rows_BT))
+    return logits_OV.float().view(num_rows, last, -1)
 
 
 def _token_rows(model: TrainedModel) -> Tensor:
-    """[B, T] rows of random ids, and of the run's dataset."""
+    """[B, T] rows of random ids, and of the run's dataset, longer than the window of local layers."""
     vocab_size = model.config.model.vocab_size
     window = model.config.model.local_window if model.config.model.local_layers() else 0
-    needed = _ROW_TOKENS + window  # beyond the window of local layers
-    max_tokens = max(1 + window, _MAX_LOGITS // (2 * _NUM_ROWS * vocab_size))
-    length = min(needed, model.config.data.sequence_length, max_tokens)
+    length = min(_ROW_TOKENS + window, model.config.data.sequence_length)
     first_id = model.config.model.position_offset  # a padding id has no position
     random_BT = torch.randint(first_id, vocab_size, (_NUM_ROWS, length), generator=torch.Generator().manual_seed(0))
     dataset_BT = _dataset_rows(model, length)

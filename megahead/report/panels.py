@@ -74,12 +74,10 @@ def column(records: Sequence[Record], name: str) -> Any:
 def running_mean(values: Any, half_width: int) -> Any:
     """Mean of each value and its `half_width` neighbours on each side (fewer at the ends), ignoring non-finite ones."""
     finite = np.isfinite(values)
-    total = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
-    count = np.concatenate([[0], np.cumsum(finite)])
-    index = np.arange(len(values))
-    start, stop = np.maximum(index - half_width, 0), np.minimum(index + half_width + 1, len(values))
-    num_finite = count[stop] - count[start]
-    return np.where(num_finite > 0, (total[stop] - total[start]) / np.maximum(num_finite, 1), np.nan)
+    window, inner = np.ones(2 * half_width + 1), slice(half_width, half_width + len(values))
+    # no differences of cumulative sums, which lose all digits after one huge value
+    total, num_finite = (np.convolve(part, window)[inner] for part in (np.where(finite, values, 0.0), finite))
+    return np.where(num_finite > 0, total / np.maximum(num_finite, 1), np.nan)
 
 
 # The panels of the page with their values, as JSON.

@@ -8,7 +8,7 @@ from pathlib import Path
 from megahead.config.embedding import dense_embedding_lr_ratio, describe_embedding
 from megahead.config.masking import MaskingConfig
 from megahead.config.model import ModelConfig
-from megahead.config.plan import RunPlan, phase_names, phases_of
+from megahead.config.plan import RunPlan, compile_conflict, phase_names, phases_of
 from megahead.config.run import RunConfig
 from megahead.config.token_subsets import describe_token_subsets
 from megahead.config.training import TasksConfig
@@ -62,8 +62,8 @@ def describe_assumed_device(plan: RunPlan) -> tuple[str, str]:
 
 
 LAUNCH_MILLISECONDS_PER_LAYER = {False: 4.2, True: 2.8}
-"""The host's time to launch a GPU's kernels for one micro-batch, by `engine.compile`: computed from the number of
-operators and a server processor's time per operator."""
+"""The host's time to launch a GPU's kernels for one micro-batch, by whether blocks are compiled: computed from the
+number of operators and a server processor's time per operator."""
 
 TYPICAL_UTILIZATION = 0.5
 """The share of its peak that a device reaches if it does not wait for the host."""
@@ -78,7 +78,8 @@ def describe_launches(plan: RunPlan, device_peak: float | None) -> list[tuple[st
     tokens = config.batch.micro_size * config.data.sequence_length
     flops = run_flops(config, candidate_rows(config, ranks), ranks).total * tokens / config.parallel.tensor
     compute_ms = 1000 * flops / (TYPICAL_UTILIZATION * device_peak)
-    launch_ms = LAUNCH_MILLISECONDS_PER_LAYER[bool(config.engine.compile)] * config.model.num_layers
+    is_compiled = bool(config.engine.compile) and not compile_conflict(config, plan.zero_stage)
+    launch_ms = LAUNCH_MILLISECONDS_PER_LAYER[is_compiled] * config.model.num_layers
     if compute_ms >= launch_ms:
         return []
     fix = "a larger batch.micro_size"

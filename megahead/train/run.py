@@ -16,7 +16,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from megahead.config.plan import RunPlan, phase_at, uses_cuda_graphs
+from megahead.config.plan import RunPlan, compile_conflict, phase_at, uses_cuda_graphs
 from megahead.config.run import RunConfig
 from megahead.config.token_subsets import subset_layers
 from megahead.data.strategy import TargetErrorCounts
@@ -28,6 +28,7 @@ from megahead.engine.engine import Engine, start_engine
 from megahead.engine.graphs import describe_graphs
 from megahead.errors import ArgumentError, ConfigError, UserError
 from megahead.estimate import memory_reductions, rank_memory
+from megahead.files import VISIBLE_SECONDS, wait_until_visible
 from megahead.losses.candidates import training_free_bias
 from megahead.losses.contrastive import build_objective
 from megahead.models.attention_backends import AttentionSpec, choose_backend, is_masked_bf16_faster
@@ -55,7 +56,7 @@ from megahead.wording import format_gib, format_numbers, format_range, pluralize
 
 @dataclass(frozen=True)
 class Run:
-    """The result of `pretrain`; the same on every rank, except `interrupted`."""
+    """The result of `pretrain`; the same on every rank, except `interrupted`, and on spare ranks the perplexity."""
 
     folder: RunFolder
     """The run's folder, which exports and evaluations take, with its paths: `folder.metrics`, `folder.checkpoints`,
@@ -69,7 +70,8 @@ class Run:
     case, unless it was stopped before its first step."""
 
     held_out_perplexity: float | None
-    """exp(loss) of the last evaluation during training (an upper bound for masked diffusion), or None."""
+    """exp(loss) of the last evaluation during training (an upper bound for masked diffusion), or None; None on
+    spare ranks."""
 
     interrupted: bool = False
     """Whether Ctrl-C (SIGINT) stopped this process."""
@@ -125,6 +127,7 @@ def wait_for_end(config: RunConfig, launch: Launch, resume: str) -> Run:
         )
     with hand_over_replicas(config, launch):
         stand_by(launch, config.engine.timeout_seconds, shared_settings(config, resume))
+    wait_until_visible(config.folder().session_end, VISIBLE_SECONDS)
     ending = json.loads(config.folder().session_end.read_text(encoding="utf-8"))
     return Run(config.folder(), ending["step"], ending["ending"], None)
 
@@ -177,6 +180,7 @@ def numeric_settings(deterministic: bool) -> Iterator[None]:
 
 
 _OUT_OF_MEMORY_MESSAGES = (
+    "too large to convert to C",  # a size, as an OverflowError
     "not enough memory",
     "out of memory",
     "Cannot allocate memory",
@@ -204,7 +208,7 @@ def explain_out_of_memory(plan: RunPlan) -> Iterator[None]:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    if isinstance(error, MemoryError | OverflowError | torch.OutOfMemoryError):
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return getattr(error, "errno", None) == errno.ENOMEM or any(text in str(error) for text in _OUT_OF_MEMORY_MESSAGES)
 
@@ -252,12 +256,8 @@ def _describe_compiled(config: RunConfig) -> str:
 
 def _compile_unsupported_reason(config: RunConfig, device: torch.device, zero_stage: int) -> str:
     """The reason why blocks cannot be compiled, as far as known in advance; empty if they can."""
-    if config.parallel.tensor > 1:
-        return "tensor ranks communicate within a block"
-    if zero_stage == 3:
-        return "ZeRO 3 gathers weights within a block"
-    if config.engine.activation_checkpointing == "selective":
-        return "selective checkpointing looks at operations that a compiled block no longer has"
+    if conflict := compile_conflict(config, zero_stage):
+        return conflict
     if device.type == "cuda" and importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     if device.type == "cpu" and not (shutil.which("g++") or shutil.which("clang++")):
@@ -271,9 +271,10 @@ ONE_PROCESS = Launch()
 def pretrain(config: RunConfig, launch: Launch = ONE_PROCESS, resume: str = "auto") -> Run:
     """Trains `config` to its end, or until a signal stops it. Every rank of `launch` must call it.
 
-    `launch`: by default a single process; `distributed.launch.read_launch` reads a launcher's environment; ignored if
-    torch.distributed is initialized already. `resume`: `auto` continues from the newest checkpoint in the run's folder
-    if there is one, `never` raises an error if there is one, anything else is the checkpoint to continue from.
+    `launch`: by default a single process; `distributed.launch.read_launch` reads a launcher's environment. If
+    torch.distributed is initialized already, its group trains, by default on torch's current device. `resume`: `auto`
+    continues from the newest checkpoint in the run's folder if there is one, `never` raises an error if there is one,
+    anything else is the checkpoint to continue from.
 
     Restores signal handlers and the process group; docs/python.md lists its other effects on the process. Raises
     UserError for errors that a user can fix.
@@ -286,7 +287,10 @@ def pretrain(config: RunConfig, launch: Launch = ONE_PROCESS, resume: str = "aut
         launch = elastic_launch(config, launch)
         if launch.rank >= launch.world_size:
             return wait_for_end(config, launch, resume)
-        device = choose_device(config.engine.device, launch.local_rank)
+        local_rank = launch.local_rank
+        if launch.world_size == 1 and torch.distributed.is_initialized() and torch.cuda.is_available():
+            local_rank = torch.cuda.current_device()
+        device = choose_device(config.engine.device, local_rank)
         with distributed_session(
             launch, device, config.engine.timeout_seconds, shared_settings(config, resume)
         ) as ranks:

@@ -127,6 +127,20 @@ def test_what_is_copied_does_not_follow_what_goes_on_changing(tmp_path: Path) ->
     assert checkpoint.read("weight").tolist() == checkpoint.read("turned").T.tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
+def test_a_save_succeeds_where_an_older_checkpoint_cannot_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 1)
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(saving.DiskStorage, "remove", refuse)
+    tensors = {"weight": torch.ones(50)}
+    save_checkpoint(tmp_path, 2, tensors.items(), state={}, config={}, group=Group(), rules=RetentionRules(newest=1))
+    assert open_checkpoint(tmp_path).step == 2
+
+
 def test_too_little_room_is_seen_before_writing_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 1)
     usage = saving.shutil.disk_usage(tmp_path)

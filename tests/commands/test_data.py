@@ -82,6 +82,12 @@ def test_encoders_get_tokens_of_their_own(command: Command, tokenizer_path: Path
     assert load_tokenizer(extended).vocab_size == 283  # once is enough
 
 
+@pytest.mark.parametrize("option", ["--type bpe", "--vocab-size 300", "--max-bytes 1e6", "--keep lang=de"])
+def test_options_of_training_are_refused_where_nothing_is_trained(command: Command, option: str) -> None:
+    code, _, says = command("train_tokenizer.py", "--extend", "t.json", *option.split(), "--output", "u.json")
+    assert (code, f"{option.split()[0]} " in says) == (2, True)
+
+
 def test_a_tokenizer_gets_what_a_language_needs(
     command: Command, json_lines: Callable[..., Path], tokenizer_path: Path, tmp_path: Path
 ) -> None:

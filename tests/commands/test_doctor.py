@@ -79,6 +79,19 @@ def test_a_name_that_no_host_can_have_has_no_address() -> None:
     assert doctor.host("x" * 64 + ".invalid").detail == "no address"
 
 
+def test_a_hostfile_without_hosts_and_a_file_for_runs_are_problems(tmp_path: Path) -> None:
+    hostfile = tmp_path / "hostfile"
+    hostfile.write_text("# nobody\n\n")
+    assert [finding.detail for finding in doctor.hosts(hostfile)] == [f"{hostfile}: no host"]
+    assert doctor.disk(hostfile).state == doctor.disk(hostfile / "runs").state == "problem"
+
+
+def test_a_package_may_have_another_name_where_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "renamed.py").write_text("__version__ = '3.7'")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert doctor.package("renamed", "note", "") == doctor.Finding("renamed", "ok", "3.7")
+
+
 def test_advice_is_shown_as_it_is_written() -> None:
     finding = doctor.Finding("flash_attn", "note", "none", "pip install -e '.[gpu]'")
     (cell,) = doctor.table([finding]).columns[3].cells

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megahead.commands import finetune
+from megahead.commands import finetune, report_once
 from megahead.distributed.group import Group
 from megahead.errors import FieldError
 from support.on_ranks import on_ranks
@@ -96,3 +97,12 @@ def test_mistakes_are_reported(
 ) -> None:
     with pytest.raises(FieldError, match=sentence):
         run(monkeypatch, *arguments, *given)
+
+
+@pytest.mark.parametrize("variable", ["WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"])
+def test_an_error_ends_any_launchers_ranks_at_once(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    calls: list[dict[str, Any]] = []
+    monkeypatch.setattr(finetune, "run_command", lambda _, **options: calls.append(options))
+    monkeypatch.setenv(variable, "2")
+    finetune.main()
+    assert calls == [{"immediate_exit": True, "report": report_once}]

@@ -11,7 +11,7 @@ import pytest
 import zstandard
 
 from megahead.data.records import Selection
-from megahead.data.sources import find_inputs, read_chunks
+from megahead.data.sources import find_inputs, read_chunks, split_text_lines
 from megahead.errors import DataError
 
 TEXTS = ["A cat had tea.\nThen it slept.", "Zwei Katzen: größer", "", "three"]
@@ -19,6 +19,15 @@ TEXTS = ["A cat had tea.\nThen it slept.", "Zwei Katzen: größer", "", "three"]
 
 def texts_of(path: Path) -> list[str]:
     return [text for chunk in read_chunks(find_inputs(path), Selection()) for text in chunk.parse().require_texts()]
+
+
+def test_lines_may_be_the_texts_of_an_archive_too(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "texts.zip", "w") as archive:
+        archive.writestr("a.txt", "one\ntwo\n")
+        archive.writestr("b.jsonl", json.dumps({"text": "three"}))
+    inputs = split_text_lines(find_inputs(tmp_path / "texts.zip"))
+    texts = [text for chunk in read_chunks(inputs, Selection()) for text in chunk.parse().require_texts()]
+    assert texts == ["one", "two", "three"]
 
 
 @pytest.fixture

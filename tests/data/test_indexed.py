@@ -140,6 +140,14 @@ def test_pieces_of_one_file_are_reported(tmp_path: Path) -> None:
         IndexedDataset(tmp_path / "data")
 
 
+def test_a_dataset_of_a_longer_name_is_no_piece(tmp_path: Path) -> None:
+    (tmp_path / "data.idx").write_bytes(GOLDEN)
+    for suffix in (".bin", ".idx"):
+        (tmp_path / f"data-validation{suffix}").write_bytes(GOLDEN)
+    with pytest.raises(DataError, match=r"data\.bin` must exist"):
+        IndexedDataset(tmp_path / "data")
+
+
 def test_damage_in_the_middle_is_found_on_use(tmp_path: Path) -> None:
     dataset = IndexedDataset(write_pair(tmp_path, corrupt(34, b"\4"), bytes(16)))
     with pytest.raises(DataError, match="must add up to the 8 tokens"):

@@ -42,6 +42,7 @@ from support.small_run import small_config, write_text
 CONFIG = (("a: [1", [], "`F/run.yaml` must be YAML, but is not in line 1: expected ',' or ']', but got '<stream end>'."),
           ("- 1", [], "`F/run.yaml` must hold settings as `key: value`, but holds list instead."),
           ("name: a\nname: b", [], "`F/run.yaml` must be YAML, but is not in line 2: key 'name' is given twice."),
+          ("engine: {deepspeed: zero1.json}", ["engine.deepspeed.zero_optimization.stage=2"], "`--set` must name a field of a section, but is 'engine.deepspeed.zero_optimization.stage=2' instead; engine.deepspeed is 'zero1.json': set it as a whole."),
           ("name: a", ["training.steps"], "`--set` must look like section.field=value, but is 'training.steps' instead; try --set training.steps=100."),
           (None, [], "`--config` must name a readable YAML file, but is F/run.yaml instead (No such file or directory)."))  # fmt: skip
 

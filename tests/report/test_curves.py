@@ -130,6 +130,11 @@ def test_the_command_draws_runs_and_their_tasks_and_prints_where_they_ended(
     assert rows == [["one", "2", "200", "4", "4.5", "80"], ["two", "1", "100", "2", "9"]]
 
 
+def test_the_running_mean_forgets_a_huge_value() -> None:
+    means = running_mean(np.array([1e18, *np.ones(300)]), 3)
+    np.testing.assert_allclose(means[4:], 1)
+
+
 def test_the_running_mean_leaves_out_what_is_not_finite() -> None:
     values = np.array([1.0, np.nan, 3.0, 5.0, 7.0])
     np.testing.assert_allclose(running_mean(values, 1), [1, 2, 4, 5, 6])

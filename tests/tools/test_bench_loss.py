@@ -189,3 +189,8 @@ def test_on_a_gpu_many_passes_are_timed_and_nothing_waits_between_them(monkeypat
     assert taken.host_seconds is not None
     first = happened.index("event")
     assert happened[first:] == ["event", *["pass"] * losses.PASSES, "event", "wait"]
+
+
+def test_an_error_in_a_child_is_no_lack_of_memory() -> None:
+    with pytest.raises(RuntimeError, match="a measurement failed with the error above"):
+        run_in_child(lambda: 1 / 0)

@@ -118,6 +118,9 @@ def test_being_cut_off_loses_nothing_and_a_second_call_goes_on(tmp_path: Path, i
     assert [command[0] for command in instant.given[2:]] == ["first"]  # another command
     PartRunner(tmp_path, quiet(), again=True, launch=instant).run_parts([first, second], 100)
     assert [command[0] for command in instant.given[3:]] == ["first", "second"]
+    PartRunner(tmp_path, quiet(), again=True, launch=instant).run_parts([second], 100)
+    assert [command[0] for command in instant.given[5:]] == ["second"]
+    assert {part["name"] for part in json.loads((tmp_path / "report.json").read_text())["parts"]} == {"first", "second"}
     assert "## first: what?" in (tmp_path / "report.md").read_text()
 
 

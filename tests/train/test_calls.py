@@ -7,18 +7,23 @@ import math
 import signal
 import threading
 import weakref
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from megahead.config.run import RunConfig
+from megahead.distributed.group import Group
 from megahead.errors import UserError
 from megahead.report.read import read_metrics
 from megahead.train import run as setup
 from megahead.train.run import Run, pretrain
 from support.forked import forked
+from support.on_ranks import on_ranks
 from support.small_run import same_tensors, small_config, stage, write_text
 
 STAGES = (0, 3, 1, 3, 2, 0)
@@ -117,6 +122,24 @@ def within_a_group(folder: Path) -> None:
         run_at(folder, 1, k)
         assert math.isclose(float(sum_over_ranks()), 1)
         dist.destroy_process_group()
+
+
+def test_ranks_of_a_process_group_train_on_their_current_devices(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    assert on_ranks(2, device_chosen, small_config(tmp_path)) == [0, 1]
+
+
+def device_chosen(group: Group, config: RunConfig) -> int:
+    chosen: list[int] = []
+
+    def choose_device(_: str, local_rank: int) -> torch.device:
+        chosen.append(local_rank)
+        return torch.device("cpu")
+
+    cuda = patch.multiple(torch.cuda, is_available=lambda: True, current_device=lambda: group.rank)
+    with cuda, patch.object(setup, "choose_device", choose_device), suppress(UserError):
+        pretrain(config, resume="nowhere")
+    return chosen[0]
 
 
 def sum_over_ranks() -> torch.Tensor:

@@ -21,6 +21,7 @@ from support.small_run import small_config, stage
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."),
         RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"),
         RuntimeError("can't start new thread"),
+        OverflowError("Python int too large to convert to C ssize_t"),
     ],
     ids=lambda error: type(error).__name__,
 )
@@ -44,7 +45,11 @@ def test_what_is_done_already_is_not_advised(tmp_path: Path) -> None:
     assert str(caught.value).endswith("; take more ranks, or raise parallel.tensor (now 1).")
 
 
-@pytest.mark.parametrize("error", [RuntimeError("sizes do not match"), OSError(2, "No such file")], ids=str)
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("sizes do not match"), OverflowError("math range error"), OSError(2, "No such file")],
+    ids=str,
+)
 def test_other_errors_pass(tmp_path: Path, error: Exception) -> None:
     with pytest.raises(type(error)) as caught, explain_out_of_memory(RunPlan.of(small_config(tmp_path))):
         raise error

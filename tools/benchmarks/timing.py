@@ -74,7 +74,8 @@ def describe_device(device: torch.device) -> str:
 
 
 def run_in_child(work: Callable[[], Result]) -> Result:
-    """Returns `work()`, run in a forked process, whose memory use starts afresh. MemoryError when it is killed.
+    """Returns `work()`, run in a forked process, whose memory use starts afresh. MemoryError when it is killed,
+    RuntimeError when it fails, after its traceback on stderr.
 
     Call it before this process has computed with torch: threads do not survive a fork.
     """
@@ -85,11 +86,13 @@ def run_in_child(work: Callable[[], Result]) -> Result:
     sender.close()  # so that recv fails when the child dies
     try:
         result: Result = receiver.recv()
-        return result
     except EOFError:
-        raise MemoryError("a measurement was killed, most likely for its memory; use smaller sizes") from None
-    finally:
         child.join()
+        if child.exitcode == 1:
+            raise RuntimeError("a measurement failed with the error above") from None
+        raise MemoryError("a measurement was killed, most likely for its memory; use smaller sizes") from None
+    child.join()
+    return result
 
 
 def measure_cost(work: Callable[[], object]) -> Cost:
