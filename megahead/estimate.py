@@ -120,7 +120,7 @@ def block_biases(config: ModelConfig) -> int:
 
 def run_parameters(config: RunConfig) -> ParameterCounts:
     """Trained parameters of a run in its last phase."""
-    model, generator = config.model_in_training(), config.generator_config()
+    model, generator = config.model_with_mask_decoder(), config.generator_config()
     table = model.padded_vocab_size() * model.hidden_size
     head = table * phases_of(config)[-1].config.objective.trains_head() + _replicated_head(config)
     of_generator = 0 if generator is None else body_parameters(generator)
@@ -128,14 +128,14 @@ def run_parameters(config: RunConfig) -> ParameterCounts:
 
 
 def _model_configs(config: RunConfig) -> list[ModelConfig]:
-    """The configs of the trained model and of its generator, if it has one."""
+    """The configs of the trained model, with the layers that exports leave out, and of its generator, if any."""
     generator = config.generator_config()
-    return [config.model_in_training(), *([] if generator is None else [generator])]
+    return [config.model_with_mask_decoder(), *([] if generator is None else [generator])]
 
 
 def _replicated_head(config: RunConfig) -> int:
     """Parameters of `ParameterCounts.head` without the matrix: every tensor rank has all of them."""
-    objective, model = phases_of(config)[-1].config.objective, config.model_in_training()
+    objective, model = phases_of(config)[-1].config.objective, config.model_with_mask_decoder()
     rows, hidden = model.padded_vocab_size(), model.hidden_size
     head = rows * objective.output_bias + objective.learned_temperature
     if model.is_encoder() and objective.has_mask_head():
@@ -156,7 +156,7 @@ def activation_bytes(config: RunConfig, element_size: int) -> float:
     norms save their outputs twice. A Gemma 3's block saves two more inputs. Sequence parallelism also divides inputs by
     t, but gathers those of one layer at a time.
     """
-    model, tensor = config.model_in_training(), config.parallel.tensor
+    model, tensor = config.model_with_mask_decoder(), config.parallel.tensor
     tokens = config.batch.micro_size * config.data.sequence_length
     block_input = model.hidden_size / (tensor if config.parallel.sequence else 1)
     heads, mlp = model.num_heads * model.head_size() / tensor, model.mlp_size() / tensor
@@ -250,7 +250,7 @@ def run_flops(config: RunConfig, candidate_rows: int, data_ranks: int = 1) -> Fl
     objective whose number depends on the text (phrases) are not counted. `data_ranks`: data-parallel ranks."""
     length, targets = config.data.sequence_length, config.targets_per_row()
     auxiliary = config.objective.auxiliary_or_empty()
-    model, generator = config.model_in_training(), config.generator_config()
+    model, generator = config.model_with_mask_decoder(), config.generator_config()
     head = _head_flops(config, candidate_rows, data_ranks) + auxiliary.head_flops(model, length)
     if (blocks := auxiliary.head_blocks(model)) is not None:
         head += training_flops(blocks, length, 0).total
@@ -437,7 +437,7 @@ def memory_reductions(plan: RunPlan, stage: int | None = None) -> list[str]:
 def rank_parameters(config: RunConfig) -> int:
     """Parameters of one tensor rank, without a sharded embedding. Norms, positions, biases of row-parallel layers, all
     of a head but its matrix, and key and value projections with fewer heads than ranks are replicated."""
-    model, tensor = config.model_in_training(), config.parallel.tensor
+    model, tensor = config.model_with_mask_decoder(), config.parallel.tensor
     norm, keys = norm_parameters(model), 2 * model.key_heads() * model.head_size()
     per_block = model.norms_per_block() * norm + model.hidden_size * ((model.attention_bias == "all") + model.mlp_bias)
     per_block += 2 * model.head_size() if model.qk_norm else 0
@@ -452,8 +452,8 @@ def rank_parameters(config: RunConfig) -> int:
 def _loss_bytes(plan: RunPlan, precision: str) -> float:
     """Bytes of outputs, candidate rows and their gradients, and of a chunk of scores (`losses.fused_softmax`).
 
-    In half precision the rows' gradient is fp32. On GPUs a kernel computes all scores but harmonic ones. A CPU in half
-    precision has the chunks of the kernel.
+    In half precision the rows' gradient is fp32. On GPUs a kernel computes the scores, except harmonic ones (minus the
+    logarithm of a distance), which are not linear in the products. A CPU in half precision has the kernel's chunks.
     """
     config, micro_size, tensor = plan.config, plan.config.batch.micro_size, plan.config.parallel.tensor
     is_half, is_linear, total = precision != "fp32", config.objective.score != "harmonic", 0.0

@@ -7,8 +7,8 @@ Trains a few steps as launch/pretrain.py does (one process, no evaluation, no ou
 not recorded. Open the trace at https://ui.perfetto.dev or chrome://tracing (both work locally, nothing is sent).
 
 --waits names each line of megahead, DeepSpeed or the backward pass that makes the host wait, by CUDA's synchronization
-warnings. Before a step is applied, the host needs its losses and its gradient norm: two waits of
-megahead's; there is none between micro-batches.
+warnings. Before a step is applied, the host needs its losses and its gradient norm: two waits of megahead; there is
+none between micro-batches.
 """
 
 from __future__ import annotations

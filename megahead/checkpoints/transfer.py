@@ -54,7 +54,8 @@ def fetch_newer(
     newer_than: int, url: str, folder: RunFolder, group: Group, validate: Callable[[Checkpoint], None]
 ) -> RecoveryResult | None:
     """Fetches the newest valid checkpoint at `url` into `folder`, with its log and run id, if it is newer than step
-    `newer_than` (see `newer_names`); otherwise returns None. Collective; CheckpointError if the store cannot be read.
+    `newer_than`, or if the remote run rolled back past one in `folder`; otherwise returns None. Collective;
+    CheckpointError if the store cannot be read.
 
     `validate` may raise on rank 0 before the download. The log calls the remote store `mirror`.
     """
@@ -128,7 +129,8 @@ class _Fetch(Source):
     tried: list[str] = field(default_factory=list)
 
     def select_next(self) -> Generator[None, None, tuple[str | None, int]]:
-        """Returns the next checkpoint's name on disk (None: none is left) and its bytes (0: it is on disk already)."""
+        """Returns the next checkpoint's name on disk (None: none is left) and its bytes (0: it is on disk already).
+        Yields between slow reads, so that the ranks that wait for this one do not time out."""
         if self.group.rank != 0:
             return None, 0
         self.remote, names = self.find()
@@ -315,7 +317,8 @@ class Uploader:
         return [self._events.get() for _ in range(self._events.qsize())]  # only this thread gets events
 
     def wait_until_done(self, deadline: float = math.inf) -> Iterator[None]:
-        """Waits until the queue is empty or the monotonic clock reaches `deadline`; yields often."""
+        """Waits until the queue is empty or the monotonic clock reaches `deadline`. Yields often, so that the ranks
+        that wait for this one do not time out."""
         last_message_time = time.monotonic()
         while self._thread.is_alive() and self._has_work() and time.monotonic() < deadline:
             if time.monotonic() - last_message_time > PROGRESS_SECONDS:

@@ -1,4 +1,4 @@
-"""Pretrains, fine-tunes a head, or resumes, in one process or many; the same command again resumes the run.
+"""Pretrains, trains a head for a headless model, or resumes; in one process or many. The same command resumes a run.
 
 megahead pretrain --config NAME.yaml [--set a.b=c ...] [--resume auto|never|DIR|URL]
 megahead pretrain --config ... --dry-run [--world-size N]

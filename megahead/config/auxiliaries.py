@@ -168,9 +168,9 @@ class ReplacedTokensConfig(AuxiliarySettings):
     metric_prefix: ClassVar = "detection"
     main_loss_label: ClassVar = "generator"
     samples_tokens: ClassVar = True
-    predictor_prefix: ClassVar = "generator's "
+    perplexity_prefix: ClassVar = "generator's "  # before "perplexity" in messages
     no_head_reason: ClassVar = "detects replaced tokens and predicts no tokens"
-    dense_embedding_reason: ClassVar = (
+    dense_embedding_reason: ClassVar = (  # in the banner; in the error, after "`engine.embedding` must"
         "replaced tokens are drawn",
         "be `dense` with objective.replaced_tokens, whose held-out tokens are drawn from all ids at once",
     )
@@ -279,6 +279,7 @@ class TextDecoderConfig(AuxiliarySettings):
         refuse("objective.schedule", config.objective.schedule and "given", why)
         refuse("masking.diffusion", masking.diffusion, why)
         refuse("masking.noise_share", masking.noise_share, why)
+        # layers after the model's, which alone see mask tokens
         why = f"with {section}, whose decoder would read [CLS] after these layers, which are not exported"
         refuse("masking.mask_decoder_layers", masking.mask_decoder_layers, why)
 

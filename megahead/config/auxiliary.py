@@ -63,7 +63,7 @@ class AuxiliarySettings(Settings):
     main_loss_label: ClassVar[str] = ""
     """The run's loss without its own weighted loss is logged as LABEL_loss, unless empty."""
 
-    predictor_prefix: ClassVar[str] = ""
+    perplexity_prefix: ClassVar[str] = ""
     """Prefix of held-out metrics in messages where another network than the model predicts: "generator's "."""
 
     curves: ClassVar[tuple[Curve, ...]] = ()

@@ -30,7 +30,7 @@ class Phase:
 
 
 def phases_of(config: RunConfig) -> tuple[Phase, ...]:
-    """The phases of a run in order; one without `objective.schedule`.
+    """The phases of a run in order; a run without `objective.schedule` has one.
 
     All weights and optimizer states pass from one phase to the next. In a vanilla phase the embedding is dense, since
     every row is updated at each step.
@@ -434,7 +434,7 @@ def compile_conflict(config: RunConfig, zero_stage: int) -> str:
 
 
 def uses_cuda_graphs(plan: RunPlan) -> bool:
-    """Whether the run uses graphs: on CUDA micro-steps are captured; on a CPU they only get the static inputs."""
+    """Whether the run uses graphs: on CUDA micro-steps are captured; on a CPU they only run on static inputs."""
     return wants_graphs(plan) and not graphs_unsupported_reason(plan)
 
 

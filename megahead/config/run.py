@@ -87,7 +87,7 @@ class RunConfig(Settings):
         """Whether its rows are sequences of items instead of text (docs/items.md)."""
         return self.tasks is not None and self.tasks.items is not None
 
-    def model_in_training(self) -> ModelConfig:
+    def model_with_mask_decoder(self) -> ModelConfig:
         """The model with a mask decoder's layers, which exports leave out."""
         if not (self.masking and self.masking.mask_decoder_layers):
             return self.model

@@ -160,8 +160,8 @@ def _select_units(row_U: Array, size_U: Array, order_U: Array, count_B: Array) -
 
 @dataclass(frozen=True)
 class DiffusionCollator(RowCollator):
-    """Masks a different share of each row, from one token to all. The weights of a row add
-    up to its number of tokens, whatever its share."""
+    """Masks a different share of each row, from one token to all. The weights of a row's targets add up to the number
+    of its tokens that are not special, whatever the share."""
 
     loss_is_upper_bound: ClassVar = True
 
@@ -194,9 +194,10 @@ class DiffusionCollator(RowCollator):
 
 # Token dropping: which tokens of masked rows an encoder's middle layers compute (Hou et al. 2022, arXiv 2203.13240).
 # Hou et al. take a running mean of the masked-LM loss of each id, and keep the tokens of a row whose ids have the
-# highest. Special tokens, mask tokens among them, are always kept. Importance depends on the input id, so that only
-# masks reveal which tokens are targets. Here it is the weight of a masking strategy, by default an id's error rate: a
-# ratio of whole numbers (`target_error_counts`), which are the same on any mesh. B rows, T tokens per row.
+# highest. Special tokens, mask tokens among them, come first: only a row with more of them than `keep_share` allows
+# loses some. Importance depends on the input id, so that only masks reveal which tokens are targets. Here it is the
+# weight of a masking strategy, by default an id's error rate: a ratio of whole numbers (`target_error_counts`), which
+# are the same on any mesh. B rows, T tokens per row.
 
 _MASK, _SPECIAL, _TEXT, _EMPTY = range(4)  # kinds of tokens, in the order in which they are kept
 

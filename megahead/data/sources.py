@@ -207,8 +207,9 @@ def read_chunks(inputs: Sequence[Input], selection: Selection) -> Iterator[Chunk
 
 
 def files_below(folder: Path) -> tuple[list[Path], list[Path]]:
-    """(files and saved datasets below `folder`, files below it of unknown types), each sorted by name. Ignores hidden
-    ones (`.name`). Follows links, and lists each folder and file once."""
+    """Two lists: files and saved datasets below `folder`, and files below it of unknown types. In each the files of a
+    folder are sorted by name and precede those of its subfolders. Ignores hidden ones (`.name`). Follows links, and
+    lists each folder and file once."""
     readable, unknown, visited = list[Path](), list[Path](), set[Path]()
     for name, subfolders, files in os.walk(folder, followlinks=True):
         current, resolved = Path(name), Path(name).resolve()

@@ -1,4 +1,4 @@
-"""A group of ranks, its collectives, those with gradients, the mesh, exchange in the background, random numbers."""
+"""Groups of ranks, the mesh; collectives with and without gradients; background exchange; per-rank random numbers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatte
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that communicate; every method but `shard` is a collective, which all of them must call."""
+    """Ranks that communicate. All of them must call every method except `world` and `shard`, which send nothing."""
 
     rank: int = 0
     size: int = 1

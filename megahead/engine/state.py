@@ -52,8 +52,8 @@ def open_parameter_states(engine: Any, stage: int, data_group: Group) -> Replica
     """The states of a `DeepSpeedEngine`'s parameters, partitioned over `data_group`; Adam's moments start as zeros.
 
     `get` and `set` access one parameter's WEIGHT or one of its MOMENTS (`state_key`), and are collective. Must be
-    called before the first step: at stages 1 and 2 DeepSpeed links the state of all parameter groups to their
-    parameters once, when the first group has stepped and the others have no state yet. Does not raise peak memory.
+    called before the first step: at stages 1 and 2 DeepSpeed itself links states to parameters only once, after the
+    step of the first parameter group, when the other groups have no state yet. Does not raise peak memory.
     """
     optimizer = engine.optimizer
     if stage == 0:

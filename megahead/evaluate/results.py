@@ -115,7 +115,9 @@ class TaskResult:
 class ResultsFile:
     """Results of tasks in one JSON file, a `ResultCache`.
 
-    The key is the model folder, its weights, the task, its data, the limit and the version of lm-eval.
+    `model` is the path that was named (a run, a checkpoint or a Hugging Face folder), `folder` the Hugging Face folder
+    that is scored for it. The key is `model`, the fingerprint of `folder`, the task, its data, the limit and the
+    version of lm-eval.
     """
 
     def __init__(self, path: Path | None) -> None:

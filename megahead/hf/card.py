@@ -290,7 +290,7 @@ def _belongs_to_checkpoint(step: int, loss: float, checkpoint: Checkpoint) -> bo
 def _describe_evaluation(step: int, metrics: dict[str, Any], auxiliary: AuxiliarySettings | None) -> str:
     """Describes an evaluation in words; `metrics["head"]` is `trained`, `tied`, or `pmi` (the training-free head)."""
     if auxiliary is not None and (means := metrics.get(auxiliary.metric_prefix)):
-        label = auxiliary.predictor_prefix
+        label = auxiliary.perplexity_prefix
         return f"{auxiliary.export_text(means)} (step {step:,}), its {label}perplexity {metrics['perplexity']:,.4g}"
     bits, bound = metrics.get("bits_per_byte"), "at most " if metrics.get("upper_bound") else ""
     parts = [f"perplexity {bound}{metrics['perplexity']:,.4g}"]

@@ -44,7 +44,7 @@ def _translate(name: str, table: Mapping[str, tuple[str, ...]]) -> tuple[str, ..
     return tuple(target.replace("*", layer) for target in targets)
 
 
-QUERY_KEY_VALUE = tuple(f"backbone.blocks.*.attention.{part}" for part in ("query", "key", "value"))
+QUERY_KEY_VALUE_MODULES = tuple(f"backbone.blocks.*.attention.{part}" for part in ("query", "key", "value"))
 """Modules that one tensor of Hugging Face may stack."""
 
 COMMON_SETTINGS = {

@@ -9,7 +9,7 @@ from megahead.config.model import ModelConfig
 from megahead.hf.families import (
     COMMON_SETTINGS,
     GELU_NAMES,
-    QUERY_KEY_VALUE,
+    QUERY_KEY_VALUE_MODULES,
     Family,
     ParameterNames,
     SettingNames,
@@ -134,7 +134,7 @@ GPT2 = Family(
             "backbone.embedding": "transformer.wte",
             "backbone.positions": "transformer.wpe",
             "backbone.blocks.*.attention_norm": "transformer.h.*.ln_1",
-            QUERY_KEY_VALUE: "transformer.h.*.attn.c_attn",
+            QUERY_KEY_VALUE_MODULES: "transformer.h.*.attn.c_attn",  # three modules of ours, stacked in one tensor
             "backbone.blocks.*.attention.output": "transformer.h.*.attn.c_proj",
             "backbone.blocks.*.mlp_norm": "transformer.h.*.ln_2",
             "backbone.blocks.*.mlp.up": "transformer.h.*.mlp.c_fc",

@@ -12,7 +12,7 @@ from megahead.hf.families import (
     GELU_NAMES,
     GLOBAL,
     LOCAL,
-    QUERY_KEY_VALUE,
+    QUERY_KEY_VALUE_MODULES,
     Family,
     ParameterNames,
     SettingNames,
@@ -105,7 +105,7 @@ MODERNBERT = Family(
     names=ParameterNames(
         _MODERNBERT_NAMES
         | {
-            QUERY_KEY_VALUE: "model.layers.*.attn.Wqkv",
+            QUERY_KEY_VALUE_MODULES: "model.layers.*.attn.Wqkv",
             "mask_head.dense": "head.dense",
             "mask_head.norm": "head.norm",
         }

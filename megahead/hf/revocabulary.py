@@ -89,7 +89,8 @@ def _weighted_rows(old_VD: Tensor, pieces: Pieces, weight_V: Tensor, generator: 
 # its outputs. V old ids, W new ids.
 
 _VOCABULARY_PARAMETERS = (EMBEDDING, HEAD, f"{MASK_HEAD}bias", OUTPUT_BIAS)
-_POSITIONS = (POSITIONS, "detection.generator.positions.weight")
+_POSITIONS = (POSITIONS, "generator.positions.weight")
+"""Ends of names, also of an auxiliary objective's generator."""
 _SEED = 0
 
 
@@ -223,7 +224,8 @@ def _new_tensors(
         weight = model.weight(name)
         if name in _VOCABULARY_PARAMETERS:
             weight = _pad_rows(_translate_rows(weight[:old_vocab_size], vocabulary_map, method, counts_V), shape[0])
-        elif name in _POSITIONS and model.config.model.position_offset:  # rows before the offset have no position
+        elif name.endswith(_POSITIONS) and model.config.model.position_offset:
+            # rows before the offset have no position
             unused = weight.new_zeros(config.model.position_offset, *weight.shape[1:])
             weight = torch.cat([unused, weight[model.config.model.position_offset :]])
         yield f"weight/{name}", weight

@@ -56,7 +56,7 @@ class TrainedModel:
         masking = self.config.masking
         if masking is None or not masking.mask_decoder_layers:
             return self
-        layers = range(self.config.model.num_layers, self.config.model_in_training().num_layers)
+        layers = range(self.config.model.num_layers, self.config.model_with_mask_decoder().num_layers)
         unused = tuple(f"{BACKBONE}blocks.{layer}." for layer in layers)
         shapes = {name: shape for name, shape in self.shapes.items() if not name.startswith(unused)}
         config = self.config.model_copy(update={"masking": masking.model_copy(update={"mask_decoder_layers": 0})})

@@ -133,9 +133,9 @@ class Headless(nn.Module):
     """The body (base model) of a causal or masked language model, shared with `model`; its head is neither used nor
     trained.
 
-    In training it returns the loss that `megahead.cwt_loss` gives, and counts its targets, on all ranks alike; in
-    evaluation that of the training-free head with these counts (none yet: the tied head), so that exp(`eval_loss`) is
-    its perplexity. Candidates are the targets of the rank's micro-batch, or with
+    In training it returns the loss that `megahead.cwt_loss` gives, and counts its targets, on all ranks alike. In
+    evaluation it returns the loss of the training-free head with these counts (of the tied head while there are none),
+    so that exp(`eval_loss`) is that head's perplexity. Candidates are the targets of the rank's micro-batch, or with
     `share_candidates` those of all ranks.
 
     FieldError for another kind of model, or if its hidden size differs from its embedding dimension; CheckpointError if
@@ -201,7 +201,8 @@ class Headless(nn.Module):
         raise FieldError("model", "have a head to generate", got="headless", hint="`save` it with one")
 
     def log_frequencies(self) -> Tensor:
-        """[V] fp32: log q, the log-frequencies of the targets; `E h` plus log q is log p, up to a constant."""
+        """[V] fp32: log q, the log-frequencies of the targets. Input embeddings times a hidden state, plus log q, are
+        the logits of the training-free head."""
         self._resize_counts()
         return log_unigram(self.target_counts, self.target_counts.numel())
 

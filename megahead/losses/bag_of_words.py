@@ -71,19 +71,19 @@ def bag_loss_reference(
     """The sum of `log( sum_u exp(m_u + b_u) ) - m_p` over all texts and each text's distinct candidates p, computed
     literally; with `target_logit_has_bias` also `- b_p`.
 
-    m_u is the largest `score` of candidate u over the text's tokens. b is `bias_U`, for candidates in the text
-    `own_target_bias_U`, if given. The paper's code divides the same sum by the number of tokens.
+    m_u is the largest `score` of candidate u over the text's tokens. b_u is `bias_U`; if the text contains u, it is
+    `as_target_bias_U`, where that is given. The paper's code divides the same sum by the number of tokens.
     """
     scores_NU, terms = score.reference_scores(outputs_ND, rows_UD), [outputs_ND[:0].sum() + rows_UD[:0].sum()]
     zeros_U = torch.zeros(len(rows_UD), dtype=scores_NU.dtype)
     bias_U = zeros_U if candidates.bias_U is None else candidates.bias_U
-    own_target_bias_U = bias_U if candidates.own_target_bias_U is None else candidates.own_target_bias_U
+    as_target_bias_U = bias_U if candidates.as_target_bias_U is None else candidates.as_target_bias_U
     for text in range(texts.num_texts):
         is_here_N = texts.index_N // texts.length == text
         present = candidates.target_N[is_here_N].unique()
         if len(present):
             largest_U = scores_NU[is_here_N].amax(0)
-            biased_U = (largest_U + bias_U).index_copy(0, present, (largest_U + own_target_bias_U)[present])
+            biased_U = (largest_U + bias_U).index_copy(0, present, (largest_U + as_target_bias_U)[present])
             logits = candidates.target_logit(largest_U, biased_U)[present]
             terms.append((biased_U.logsumexp(0) - logits).sum())
     return torch.stack(terms).sum()
@@ -95,7 +95,7 @@ def bag_loss(softmax: Softmax, texts: Texts) -> Tensor:
     Memory: the scores of a block of texts and candidates (1 MiB on a CPU, 256 MiB on a GPU, or one candidate's),
     and some float32 matrices of B x w. Time: one product of B T x w x D; gradients flow only to the token with the
     largest score, and cost B w D. Scores are rounded as in `candidate_loss`. Collective over tensor ranks: two
-    all-reduces of B numbers, and for gradients one of B T x D.
+    all-reduces, of B and of 3 B numbers, and for gradients one of N x E.
     """
     outputs_NE, rows_wE, candidates, score, group = softmax.local_inputs()
     if outputs_NE.shape[0] == 0:
@@ -108,10 +108,10 @@ def bag_loss(softmax: Softmax, texts: Texts) -> Tensor:
 
 def _softmax_loss(pooled_Bw: Tensor, is_present_Bw: Tensor, candidates: Candidates, group: Group) -> Tensor:
     """The loss of the largest scores; `is_present_Bw`: bool, which candidates each text contains."""
-    bias_w, own_target_bias_w = candidates.bias_U, candidates.own_target_bias_U
+    bias_w, as_target_bias_w = candidates.bias_U, candidates.as_target_bias_U
     biased_Bw = pooled_Bw if bias_w is None else pooled_Bw + bias_w.to(pooled_Bw.dtype)
-    if own_target_bias_w is not None:
-        biased_Bw = biased_Bw.where(~is_present_Bw, pooled_Bw + own_target_bias_w.to(pooled_Bw.dtype))
+    if as_target_bias_w is not None:
+        biased_Bw = biased_Bw.where(~is_present_Bw, pooled_Bw + as_target_bias_w.to(pooled_Bw.dtype))
     logits_Bw = candidates.target_logit(pooled_Bw, biased_Bw).masked_fill(~is_present_Bw, 0.0)
     top_B1 = group.all_reduce_max_(biased_Bw.detach().amax(1, keepdim=True))
     parts = (biased_Bw - top_B1).exp().sum(1), logits_Bw.sum(1), is_present_Bw.sum(1).to(pooled_Bw.dtype)

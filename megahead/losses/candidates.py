@@ -32,7 +32,7 @@ class Candidates:
     target_N: Tensor
     """int64: the index of each output's target among the candidates."""
 
-    own_target_bias_U: Tensor | None = None
+    as_target_bias_U: Tensor | None = None
     """Replaces `bias_U` of each output's own target; None: `bias_U`."""
 
     target_logit_has_bias: bool = False
@@ -72,7 +72,7 @@ class Candidates:
             self,
             ids_U=torch.cat([self.ids_U, self.ids_U[:1].expand(missing)]),
             bias_U=F.pad(self.bias_U, (0, missing), value=-torch.inf),
-            own_target_bias_U=None if self.own_target_bias_U is None else F.pad(self.own_target_bias_U, (0, missing)),
+            as_target_bias_U=None if self.as_target_bias_U is None else F.pad(self.as_target_bias_U, (0, missing)),
             sampling_bias_U=None if self.sampling_bias_U is None else F.pad(self.sampling_bias_U, (0, missing)),
         )
 
@@ -120,7 +120,7 @@ class CandidateBiases:
     bias_P: Tensor
     """b: of an id as a negative."""
 
-    own_target_bias_P: Tensor
+    as_target_bias_P: Tensor
     """b': of an id as the target."""
 
     target_logit_has_bias: bool

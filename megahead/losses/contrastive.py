@@ -47,7 +47,7 @@ class SharedCandidateSet:
     """int64, increasing: all targets of the group and all random negatives."""
 
     biases: CandidateBiases
-    """Log-weights of candidates in the denominator: `bias_P` of an id as a negative, `own_target_bias_P` as an output's
+    """Log-weights of candidates in the denominator: `bias_P` of an id as a negative, `as_target_bias_P` as an output's
     own target, where some objectives count it once. Some have the target's in the numerator too."""
 
     shared_bias_P: Tensor
@@ -66,13 +66,13 @@ class SharedCandidateSet:
         is_candidate_P[index_N] = True
         target_N = (is_candidate_P.cumsum(0) - 1)[index_N]
         ids_U, bias_U = self.ids_P[is_candidate_P], self.shared_bias_P[is_candidate_P]
-        own_target_bias_U = self.biases.own_target_bias_P[is_candidate_P]
+        as_target_bias_U = self.biases.as_target_bias_P[is_candidate_P]
         sampling_bias_U = None if self.sampling_bias_P is None else self.sampling_bias_P[is_candidate_P]
         return Candidates(
             ids_U,
             bias_U,
             target_N,
-            None if torch.equal(bias_U, own_target_bias_U) else own_target_bias_U,
+            None if torch.equal(bias_U, as_target_bias_U) else as_target_bias_U,
             self.biases.target_logit_has_bias,
             weight_N,
             sampling_bias_U,

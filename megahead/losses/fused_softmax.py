@@ -106,9 +106,9 @@ class TorchChunkSoftmax(ChunkSoftmax):
     def __init__(self, outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, score: Score, group: Group) -> None:
         super().__init__(outputs_ND, rows_wD, candidates, score, group)
         width, dtype = rows_wD.shape[0], torch.promote_types(rows_wD.dtype, torch.float32)
-        bias_w, own_target_bias_w = candidates.bias_U, candidates.own_target_bias_U
+        bias_w, as_target_bias_w = candidates.bias_U, candidates.as_target_bias_U
         self._bias_w = rows_wD.new_zeros(width, dtype=dtype) if bias_w is None else bias_w.detach().to(dtype)
-        self._own_target_bias_w = None if own_target_bias_w is None else own_target_bias_w.to(dtype)
+        self._as_target_bias_w = None if as_target_bias_w is None else as_target_bias_w.to(dtype)
         self.chunk_size = CPU_CHUNKS.outputs_per_chunk(outputs_ND.shape[0], width, dtype.itemsize)
         self._buffer, self.gradient_dtype = rows_wD.new_empty(self.chunk_size, width, dtype=dtype), dtype
 
@@ -159,13 +159,13 @@ class TorchChunkSoftmax(ChunkSoftmax):
         is_local_n1 = ((target_n >= 0) & (target_n < width))[:, None]
         index_n = target_n.clamp(0, width - 1)
         biased_n1 = scores_nw.gather(1, index_n[:, None])
-        if self._own_target_bias_w is None:
+        if self._as_target_bias_w is None:
             target_n1 = biased_n1 - self._bias_w[index_n, None]
         else:
             target_n1 = (outputs_nD * self._rows_wD[index_n]).sum(dim=1, keepdim=True, dtype=scores_nw.dtype)
             self._score.to_similarity_(target_n1)
             target_n1 *= self._score.scale
-            biased_n1 = biased_n1.where(~is_local_n1, target_n1 + self._own_target_bias_w[index_n, None])
+            biased_n1 = biased_n1.where(~is_local_n1, target_n1 + self._as_target_bias_w[index_n, None])
             scores_nw.scatter_(1, index_n[:, None], biased_n1)
         target_scores_n2 = torch.cat([target_n1, biased_n1], dim=1).where(is_local_n1, 0.0)
         return _ChunkScores(scores_nw, index_n[:, None], is_local_n1, target_scores_n2, derivatives_nw)
@@ -202,7 +202,7 @@ def _cumulative_sums(values_nk: Tensor) -> Tensor:
 
 def _search_cumulative(weights_nw: Tensor, cumulative_nk: Tensor, threshold_n: Tensor) -> Tensor:
     """int64 [n]: the index at which the cumulative sum of weights passes `threshold_n`. `cumulative_nk`: the cumulative
-    sums of blocks, so that only one block is summed in float64: all would take longer than their matmul."""
+    sums of blocks, so that only one block is summed in float64: to sum all would take longer than their matmul."""
     threshold_n1, last = threshold_n[:, None], weights_nw.shape[1] - 1
     block_n1 = torch.searchsorted(cumulative_nk, threshold_n1, right=True).clamp_max(cumulative_nk.shape[1] - 1)
     end_n1 = cumulative_nk.gather(1, block_n1)
@@ -267,11 +267,12 @@ def fused_softmax_loss(
 ) -> Tensor:
     """`candidate_loss` for N > 0, over all ranks' candidates, on every rank of `group`.
 
-    outputs_ND, rows_wD: as transformed by `score`.
+    outputs_ND, rows_wD: results of `score.transform_outputs` and `score.transform_rows`.
 
-    `candidates`: this rank's biases [w] (-inf: padding), and targets as indices into them (out of range: another
-    rank's). The outputs' gradient is summed over the ranks. Saves for the backward pass only both gradients, N x D in
-    the inputs' dtype (on CPUs float32) and w x D in float32. Collective.
+    `candidates`: this rank's biases [w] (-inf: padding; `as_target_bias_U`: instead of them, for the outputs whose
+    target the candidate is), and targets as indices into them (out of range: another rank's). The outputs' gradient is
+    summed over the ranks. Saves for the backward pass only both gradients, N x D in the inputs' dtype (on CPUs float32)
+    and w x D in float32. Collective.
     """
     dtype, bias_w = loss_dtype(outputs_ND, rows_wD, score), candidates.bias_U
     if bias_w is not None and bias_w.requires_grad and not candidates.target_logit_has_bias:
@@ -348,8 +349,8 @@ def _input_dtype(outputs_ND: Tensor, rows_wD: Tensor) -> torch.dtype:
 def build_chunk_softmax(
     outputs_ND: Tensor, rows_wD: Tensor, candidates: Candidates, score: Score, group: Group, with_gradients: bool = True
 ) -> ChunkSoftmax:
-    """The implementation for the inputs' device, with buffers for chunks of these outputs: with `with_gradients` also
-    for score gradients, and in bf16 for rounded scores."""
+    """The implementation for the inputs' device, with buffers for chunks of these outputs. `with_gradients`: whether
+    score gradients are needed, too; the scores of bf16 inputs are then rounded to bf16."""
     if uses_kernel(outputs_ND, score):
         return _triton_chunk_softmax()(outputs_ND, rows_wD, candidates, score, group, with_gradients)
     softmax_class = Bf16ChunkSoftmax if rows_wD.dtype == torch.bfloat16 else TorchChunkSoftmax

@@ -27,14 +27,14 @@ def candidate_loss_reference(outputs_ND: Tensor, rows_UD: Tensor, candidates: Ca
     `target_logit_has_bias` also `- b'_p`.
 
     w is `weight_N`, or 1 if that is None. p is the target of output i, s_u its `score` against row u (h_i.e_u / T, T
-    the temperature); b is `bias_U`, b' is `own_target_bias_U`, or b if that is None. Stores N x U scores.
+    the temperature); b is `bias_U`, b' is `as_target_bias_U`, or b if that is None. Stores N x U scores.
     """
     target_N1 = candidates.target_N[:, None]
     scores_NU = score.reference_scores(outputs_ND, rows_UD)
     target_scores_N1 = scores_NU.gather(1, target_N1)
     biased_NU = scores_NU if candidates.bias_U is None else scores_NU + candidates.bias_U
-    if candidates.own_target_bias_U is not None:
-        biased_NU = biased_NU.scatter(1, target_N1, target_scores_N1 + candidates.own_target_bias_U[target_N1])
+    if candidates.as_target_bias_U is not None:
+        biased_NU = biased_NU.scatter(1, target_N1, target_scores_N1 + candidates.as_target_bias_U[target_N1])
     logits_N1 = candidates.target_logit(target_scores_N1, biased_NU.gather(1, target_N1))
     return candidates.apply_weights(biased_NU.logsumexp(dim=1) - logits_N1.squeeze(1)).sum()
 
@@ -120,7 +120,7 @@ class CandidateShard:
             candidates,
             bias_U=self.slice(bias_U, pad_value=-torch.inf),
             target_N=candidates.target_N - self.first,
-            own_target_bias_U=self.slice(candidates.own_target_bias_U),
+            as_target_bias_U=self.slice(candidates.as_target_bias_U),
             sampling_bias_U=self.slice(candidates.sampling_bias_U),
         )
 
@@ -171,7 +171,7 @@ class Softmax:
         the training-free head's bias. Sampling a candidate is thus importance resampling: it returns the target about
         as often as that head would, and other tokens, averaged over many groups, nearly as often (not exactly, since
         a ratio of two means is biased). Samples from the whole vocabulary are exact."""
-        candidates = replace(self.candidates, own_target_bias_U=self.candidates.sampling_bias_U)
+        candidates = replace(self.candidates, as_target_bias_U=self.candidates.sampling_bias_U)
         index_N = sample_candidates(*replace(self, candidates=candidates).local_inputs(), uniform_N)
         if self.shard is None:
             return index_N

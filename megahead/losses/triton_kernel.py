@@ -54,9 +54,9 @@ class TritonChunkSoftmax(ChunkSoftmax):
         with_gradients: bool = True,
     ) -> None:
         super().__init__(outputs_ND, rows_wD, candidates, score, group)
-        biases = candidates.bias_U, candidates.own_target_bias_U
-        bias_w, own_target_bias_w = (None if bias is None else bias.detach().float() for bias in biases)
-        self._biases = None if bias_w is None else _pad_bias(bias_w), own_target_bias_w
+        biases = candidates.bias_U, candidates.as_target_bias_U
+        bias_w, as_target_bias_w = (None if bias is None else bias.detach().float() for bias in biases)
+        self._biases = None if bias_w is None else _pad_bias(bias_w), as_target_bias_w
         dtype = self.gradient_dtype = rows_wD.dtype
         score_dtype = torch.bfloat16 if with_gradients and dtype == torch.bfloat16 else torch.float32
         has_gradient_buffer = with_gradients and dtype != score_dtype
@@ -137,7 +137,7 @@ def _softmax_kernel(  # type: ignore[no-untyped-def]
     known_target_score,
     target,
     bias,
-    own_target_bias,
+    as_target_bias,
     scale,
     count,
     width,
@@ -155,8 +155,8 @@ def _softmax_kernel(  # type: ignore[no-untyped-def]
     if lse is None:
         score = tl.load(scores + index, mask=is_local, other=0.0).to(tl.float32) * scale
         target_score = score
-        if own_target_bias is not None:
-            target_score += tl.load(own_target_bias + index, mask=is_local, other=0.0)
+        if as_target_bias is not None:
+            target_score += tl.load(as_target_bias + index, mask=is_local, other=0.0)
         elif bias is not None:
             target_score += tl.load(bias + index, mask=is_local, other=0.0)
         log_sum, best_other = _reduce_scores(scores, bias, index, target_score, scale, width, stride, BLOCK)

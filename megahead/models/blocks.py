@@ -1,6 +1,7 @@
 """Transformer blocks: self-attention, the residual stream, recomputation in the backward pass, compilation.
 
-B rows, T tokens, H heads and K key heads (of this rank), d dimensions of a head, D hidden size, N targets.
+B rows, T tokens, H heads and K key heads (of this rank), d dimensions of a head, D hidden size, N targets, in each row
+padded to M.
 """
 
 from __future__ import annotations

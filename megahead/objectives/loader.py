@@ -129,7 +129,8 @@ class StepLoader:
     candidate group (None: a micro-batch). `seed`: for random negatives. `collator`: masks the samples. `auxiliary`: the
     class of the auxiliary objective. `planning_group`: all ranks, if the embedding's rows are sharded over them;
     `tensor_group`: the ranks that read the same samples. Batches stay on the CPU, prepared for `device`.
-    `half_precision`: whether it computes so. `static_shapes`: whether batches are padded to few shapes.
+    `half_precision`: whether `device` computes in half precision. `static_shapes`: whether batches are padded to few
+    shapes.
     """
 
     def __init__(

@@ -29,7 +29,7 @@ from megahead.objectives.micro_batch import documents_of
 #
 # So a head has the batch's N targets, and predicts each from the position k earlier. It has the same candidates, rows
 # and biases, and nothing more is exchanged or looked up. Targets without a position k earlier in their document have
-# weight 0. In the paper next tokens have a separate head block, too; here it is the backbone's last block.
+# weight 0. In the paper the next token has a head block of its own, too; here the backbone's last block serves as one.
 
 
 class MultiToken(Auxiliary):

@@ -348,7 +348,7 @@ TEMPERATURE = "temperature.log_value"
 
 def build_pretraining(config: RunConfig) -> Pretraining:
     """The full model on torch's default device, with uninitialized weights."""
-    model, objective = config.model_in_training(), config.objective
+    model, objective = config.model_with_mask_decoder(), config.objective
     head = Embedding(model.padded_vocab_size(), model.hidden_size) if objective.trains_head() else None
     mask_head = MaskHead(model) if model.is_encoder() and objective.has_mask_head() else None
     output_bias = OutputBias(model.padded_vocab_size()) if objective.output_bias else None
@@ -387,7 +387,7 @@ class InitialWeights:
     def _model_of(self, name: str) -> ModelConfig:
         """The config of the model, or of the generator, that has the parameter."""
         generator = self.config.generator_config() if ".generator." in name else None
-        return generator or self.config.model_in_training()
+        return generator or self.config.model_with_mask_decoder()
 
 
 def initial_weights(config: RunConfig) -> InitialWeights:

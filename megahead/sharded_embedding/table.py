@@ -306,7 +306,7 @@ class ShardedEmbedding(nn.Module):
 
     def state(self) -> dict[str, Tensor | RoundRobinShard]:
         """The state for bitwise equal resumption on any number of ranks: rows and moments as of each row's last update,
-        LAST_STEP, the steps of these updates [V], and LEARNING_RATES of all steps (on every rank)."""
+        LAST_STEP, the step of each row's last update, and LEARNING_RATES of all steps (on every rank)."""
         shards = {name: RoundRobinShard(shard, self.num_rows) for name, shard in self._shards().items()}
         return {**shards, LEARNING_RATES: torch.from_numpy(self.owned.row_optimizer.history.rates)}
 

@@ -177,7 +177,7 @@ def held_out_line(
     bound = "at most " if result.upper_bound else ""
     prefix, suffix = "", ""
     if auxiliary is not None and result.auxiliary is not None:
-        prefix, suffix = auxiliary.predictor_prefix, f"; {auxiliary.evaluation_text(result.auxiliary)}"
+        prefix, suffix = auxiliary.perplexity_prefix, f"; {auxiliary.evaluation_text(result.auxiliary)}"
     bits = "" if result.bits_per_byte is None else f", {bound}{result.bits_per_byte:.3f} bits per byte"
     return (
         f"held out at step {state.step:,}: {prefix}perplexity {bound}{result.perplexity:,.1f}{bits}, "

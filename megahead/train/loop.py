@@ -110,6 +110,7 @@ class Training:
     """The components of the training loop for one phase of a run, which run.py builds."""
 
     progress: Progress
+    """What a checkpoint holds, in this phase: engine (weights, optimizer) and counters; with the groups of ranks."""
 
     loader: StepLoader
     step_metrics: StepMetrics

@@ -39,7 +39,7 @@ def test_the_whole_vocabulary_is_not_padded() -> None:
 def test_all_tensors_move_and_the_rest_stays() -> None:
     candidates = Candidates(*(torch.arange(3) for _ in range(4)), target_logit_has_bias=True)  # type: ignore[misc]
     moved = candidates.to(torch.device("meta"))
-    assert all(getattr(moved, name).is_meta for name in ("ids_U", "bias_U", "target_N", "own_target_bias_U"))
+    assert all(getattr(moved, name).is_meta for name in ("ids_U", "bias_U", "target_N", "as_target_bias_U"))
     assert moved.target_logit_has_bias
     alone = Candidates(None, None, torch.arange(3)).to(torch.device("meta"))
     assert (alone.ids_U, alone.bias_U, alone.target_N.is_meta) == (None, None, True)

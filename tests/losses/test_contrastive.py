@@ -90,7 +90,7 @@ def test_equals_its_formula_in_value_and_both_gradients(bias: str, negatives: in
 def test_the_papers_pool_is_its_unique_targets() -> None:
     _, _, targets = drawn()
     pooled, plain = objective().candidate_set(targets).candidates(targets), unique_candidates(targets)
-    assert pooled.own_target_bias_U is None
+    assert pooled.as_target_bias_U is None
     assert not pooled.target_logit_has_bias
     for mine, theirs in (
         (pooled.ids_U, plain.ids_U),
@@ -103,7 +103,7 @@ def test_the_papers_pool_is_its_unique_targets() -> None:
 def test_own_biases_do_not_depend_on_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     outputs, table, targets = drawn()
     candidates = objective(max_candidates=3).candidate_set(targets).candidates(targets)
-    assert candidates.own_target_bias_U is not None
+    assert candidates.as_target_bias_U is not None
     losses, gradients = [], []
     for chunk_bytes in (1, 300, 10**9):
         monkeypatch.setattr(fused_softmax, "CPU_CHUNKS", ChunkSize(chunk_bytes, min_outputs=1, multiple=1))
@@ -124,7 +124,7 @@ def test_capped_candidates_are_few_always_hold_the_own_token_and_are_right_on_av
         assert group.bias_U is not None
         assert int((group.bias_U > -torch.inf).sum()) == most
         assert torch.equal(group.ids_U[group.target_N], targets)
-        target_bias = group.bias_U if group.own_target_bias_U is None else group.own_target_bias_U
+        target_bias = group.bias_U if group.as_target_bias_U is None else group.as_target_bias_U
         scores = (outputs @ table[group.ids_U].T).detach()
         own = group.target_N[:, None]
         sums[seed] = (scores + group.bias_U).scatter(1, own, scores.gather(1, own) + target_bias[own]).exp().sum(1)
@@ -143,7 +143,7 @@ def test_a_cap_that_is_not_reached_changes_nothing() -> None:
     _, _, targets = drawn()
     capped, plain = (objective(max_candidates=most).candidate_set(targets).candidates(targets) for most in (V, None))
     torch.testing.assert_close(capped.bias_U, plain.bias_U)
-    assert capped.own_target_bias_U is None
+    assert capped.as_target_bias_U is None
 
 
 def test_samples_have_their_size_and_each_member_its_chance() -> None:

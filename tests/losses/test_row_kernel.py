@@ -140,7 +140,7 @@ def split(group: Group, count: int, apart: bool) -> tuple[Tensor, Tensor, Tensor
         loss = Softmax(outputs, table, candidates, Dot(TEMPERATURE), shard).loss()
         value, of_outputs, of_rows = solved(loss, [outputs, table])
         assert not of_rows[shard.count :].any()
-        sums = Softmax(outputs, table, replace(candidates, own_target_bias_U=None), Dot(TEMPERATURE), shard).sums()
+        sums = Softmax(outputs, table, replace(candidates, as_target_bias_U=None), Dot(TEMPERATURE), shard).sums()
         return value, of_outputs, of_rows[: shard.count], tuple(sums)
 
 
@@ -150,7 +150,7 @@ def test_split_over_ranks_it_equals_the_reference(size: int, count: int, apart: 
         pytest.skip("Triton's interpreter is for machines without a GPU")
     outputs, rows, candidates = drawn(23, count, 24, torch.bfloat16, torch.device("cpu"), apart)
     exact = truth(outputs, rows, candidates, TEMPERATURE)
-    plain = replace(candidates, own_target_bias_U=None)
+    plain = replace(candidates, as_target_bias_U=None)
     sums = Softmax(outputs.double(), rows.double(), plain, Dot(TEMPERATURE)).sums()
     results = on_ranks(size, split, count, apart)
     of_rows = torch.cat([result[2] for result in results])

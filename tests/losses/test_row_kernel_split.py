@@ -56,7 +56,7 @@ def test_split_over_ranks_it_equals_the_reference(
         loss = Softmax(outputs, table, candidates, Dot(TEMPERATURE), shard).loss()
         value, of_outputs, of_rows = solved(loss, [outputs, table])
         assert not of_rows[shard.count :].any()
-        sums = Softmax(outputs, table, replace(candidates, own_target_bias_U=None), Dot(TEMPERATURE), shard).sums()
+        sums = Softmax(outputs, table, replace(candidates, as_target_bias_U=None), Dot(TEMPERATURE), shard).sums()
         return [value, of_outputs, of_rows[: shard.count]], tuple(sums)
 
     results = in_turn(size, work)
@@ -65,7 +65,7 @@ def test_split_over_ranks_it_equals_the_reference(
     exact = truth(outputs, rows, candidates, TEMPERATURE)
     for part in parts:
         assert_rounded_once([part[0], of_outputs, of_rows], exact, torch.bfloat16, roundings=3)  # of each rank's part
-    plain = replace(candidates, own_target_bias_U=None)
+    plain = replace(candidates, as_target_bias_U=None)
     sums = Softmax(outputs.double(), rows.double(), plain, Dot(TEMPERATURE)).sums()
     for _, (loss, correct, targets, *_) in results:
         assert loss == pytest.approx(sums.loss, rel=1e-5)

@@ -42,8 +42,8 @@ def test_loss_and_gradients_are_those_of_the_definition_in_any_chunks(
     own = candidates.target_N[:, None]
     positive = scores.gather(1, own)
     biased = scores + candidates.bias_U
-    if candidates.own_target_bias_U is not None:
-        biased = biased.scatter(1, own, positive + candidates.own_target_bias_U[own])
+    if candidates.as_target_bias_U is not None:
+        biased = biased.scatter(1, own, positive + candidates.as_target_bias_U[own])
     exact = solved((biased.logsumexp(1) - positive[:, 0]).sum(), [outputs, rows])
     for way in (candidate_loss, candidate_loss_reference):
         for size in (1, 10**9):

@@ -77,7 +77,7 @@ def test_candidates_belong_to_the_samples_not_to_the_ranks(
     assert [len(groups) for groups in merged] == [max(1, 2 // group_samples)] * 4
     for ours, theirs in zip(merged, expected, strict=True):
         for mine, other in zip(ours, theirs, strict=True):
-            for name in ("ids_U", "bias_U", "target_N", "own_target_bias_U"):
+            for name in ("ids_U", "bias_U", "target_N", "as_target_bias_U"):
                 a, b = getattr(mine, name), getattr(other, name)
                 assert (a is None and b is None) or torch.equal(a, b), name
 

@@ -105,7 +105,7 @@ def losses_by_hand(model: Pretraining, micro: MicroBatch) -> tuple[Tensor, Tenso
             weights = table if model.head is None else model.head.weight
             return F.cross_entropy(output_1D @ weights[:61].T, torch.tensor([target]))
         target_1 = (group.ids_U == target).nonzero()[0]
-        one = type(group)(group.ids_U, group.bias_U, target_1, group.own_target_bias_U)
+        one = type(group)(group.ids_U, group.bias_U, target_1, group.as_target_bias_U)
         return candidate_loss_reference(output_1D, table[group.ids_U], one)
 
     nexts = zip(batch.target_index_N.tolist(), batch.target_ids_N.tolist(), strict=True)

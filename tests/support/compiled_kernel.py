@@ -29,7 +29,7 @@ WAYS = {
 
 def compiled(capability: int, way: str) -> dict[str, object]:
     """Arguments are aligned as in training: all but the number of candidates, which may be any vocabulary size."""
-    absent = dict.fromkeys(("score_gradients", *FINAL, "own_target_bias"), "constexpr")
+    absent = dict.fromkeys(("score_gradients", *FINAL, "as_target_bias"), "constexpr")
     pointers = {"sums": "*fp32", "target": "*i64", "bias": "*fp32"} | absent
     scalars = {"scale": "fp32", "count": "i32", "width": "i32", "stride": "i32", "BLOCK": "constexpr"}
     type_by_name = pointers | scalars | WAYS[way]

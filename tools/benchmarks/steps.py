@@ -41,7 +41,7 @@ SHARED_SETTINGS = ("score", "temperature", "learned_temperature")  # of headless
 def variant_config(config: RunConfig, objective: str, mode: Mode) -> RunConfig:
     """Returns `config` with another objective and mode; settings that the objective does not have are dropped.
 
-    A vanilla head is tied if the config says so, or for an encoder. A masking rate that changes is set to its mean."""
+    A vanilla head is tied if the config or an encoder ties it. A masking rate that changes is fixed at its mean."""
     if config.engine.precision == "fp16":
         rule = "be fp32 or bf16 for steps without an engine, which scales fp16's loss"
         raise FieldError("engine.precision", rule, got="fp16")
@@ -103,6 +103,7 @@ class Variant:
     # Micro-batches; a step takes as many of them as the config accumulates on one rank
     rows: list[np.ndarray[Any, Any]]
     mode: Mode = "default"
+    # Seconds of each step, by part: the backbones, forward and backward; the rest of both passes; the optimizer
     times: dict[str, list[float]] = field(default_factory=lambda: {"body": [], "loss": [], "opt": []})
     # CPU time of all threads in each step; other programs disturb it less than wall time
     cpu_seconds: list[float] = field(default_factory=list)

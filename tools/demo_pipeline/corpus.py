@@ -1,9 +1,9 @@
 """Builds a text corpus from the docstrings of this Python and its packages, and a last-word test.
 
 A module or class starts a page with its docstring; its members follow, each under a line `name(arguments)`. A member
-with a long docstring gets its own page instead. Nothing is imported: the text comes from `ast`. A page of which many
-8-grams of words occurred in earlier pages is dropped. Whole source files are held out, so that pages of one file are
-never split between training and held-out text.
+with a long docstring gets its own page instead. Nothing is imported: the text comes from `ast`. A page is dropped if
+many of its word 8-grams occurred in earlier pages. Whole source files are held out, so that pages of one file are never
+split between training and held-out text.
 
 The test is made from held-out documents, like LAMBADA. Each passage is a few sentences up to a content word that occurs
 earlier in the passage: the context predicts the word better than the last sentence alone does. A line is
@@ -358,7 +358,7 @@ def find_passages(text: str) -> Iterator[str]:
 
 
 def is_answerable(passage: str) -> bool:
-    """Whether the last word is a content word that occurs earlier than the word before it."""
+    """Whether the last word is a content word that also occurs somewhere before the word that precedes it."""
     before, _, answer = passage.rpartition(" ")
     words = _LATIN.findall(before)
     content = len(answer) >= 4 and answer.isalpha() and answer.islower() and answer not in _FUNCTION_WORDS.split()

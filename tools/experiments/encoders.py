@@ -137,7 +137,7 @@ def compare_vocabularies(runner: ExperimentRunner, only: Sequence[str]) -> None:
 
 
 def compare_glue(runner: ExperimentRunner, only: Sequence[str]) -> None:
-    """Trains variants of `neighbours` (or those of `only`) for equal FLOPs; with --tasks-data fine-tunes them.
+    """Trains related methods (variants of the experiment `neighbours`) for equal FLOPs; with --tasks-data tunes them.
 
     Held-out perplexity depends on a variant's masks, and for replaced tokens it is the generator's: only fine-tuning
     compares variants.
@@ -149,7 +149,7 @@ def compare_glue(runner: ExperimentRunner, only: Sequence[str]) -> None:
         last, trained = run.validation[-1], run.training[-1]
         row = {"run": name, "tokens": trained["tokens"], "PFLOP": run_total_flops(runner, run) / 1e15}
         row |= {"seconds": trained["seconds"], "tokens/s": tokens_per_second(run), "perplexity": last["perplexity"]}
-        detected = last.get("detection") or {}
+        detected = last.get("detection") or {}  # the share of replaced tokens found, and of others kept
         rows.append(row | {"found": detected.get("found"), "kept": detected.get("kept")})
     runner.record("glue-runs", rows)
     if runner.tasks_data is not None:

@@ -68,7 +68,7 @@ def compare_decoders(runner: ExperimentRunner, only: Sequence[str]) -> None:
     """
     (seeds,) = select_names(only, GRIDS["decoders"]["axes"]["seed"]["values"])
     cells = runner.grid("decoders", seed=seeds)
-    rows = [row for cell in cells[:2] for row in _checkpoint_rows(runner, cell)]
+    rows = [row for cell in cells[:2] for row in _checkpoint_rows(runner, cell)]  # both objectives, first seed
     final_rows = [row for row in rows if row["step"] == cells[0].run.training[-1]["step"]]
     rows += _head_rows(runner, seeds[0], f"head-{seeds[0]}-long", LONG_HEAD_STEPS, HEAD_POINTS)
     table_rows = [{name: value for name, value in row.items() if name != "model"} for row in rows]
