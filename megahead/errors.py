@@ -6,6 +6,7 @@ A command that raises one prints its sentence, without a traceback, and exits wi
 from __future__ import annotations
 
 import os
+import select
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -87,6 +88,13 @@ _CLOSED_PIPE_CODE = 141
 """A shell's code for a program that ended since the reader of its output had gone (128 + SIGPIPE)."""
 
 
+def _output_is_closed() -> bool:
+    """Whether the standard output is a pipe without a reader."""
+    poll = select.poll()
+    poll.register(1, 0)
+    return any(events & select.POLLERR for _, events in poll.poll(0))
+
+
 def run_command(
     main: Callable[[], int | None], *, immediate_exit: bool = False, report: Callable[[str], None] = print_error
 ) -> None:
@@ -94,13 +102,13 @@ def run_command(
 
     Reports the first slow import, so that no command is silent for long. `immediate_exit`: exit after an error or
     Ctrl-C without joining threads, which may wait for other processes. `report` prints the error, on some ranks only.
-    Without `immediate_exit` a closed pipe ends the command in silence.
+    Without `immediate_exit` a command whose output's reader has gone ends in silence.
     """
     try:
         with slow_imports_reported():
             sys.exit(main() or 0)
     except (UserError, OSError) as error:
-        if isinstance(error, BrokenPipeError) and not immediate_exit:
+        if isinstance(error, BrokenPipeError) and not immediate_exit and _output_is_closed():
             exit_immediately(_CLOSED_PIPE_CODE)  # `head` has read enough
         report(str(error))
         exit_immediately(2) if immediate_exit else sys.exit(2)

@@ -121,8 +121,9 @@ def as_write_error(path: Path) -> Iterator[None]:
     except WriteError:
         raise
     except OSError as error:
-        named = path if error.filename is None else Path(str(error.filename))
-        if named not in path.parents and path.name not in str(named):  # temporary paths contain the name
+        named = [Path(str(name)) for name in (error.filename, error.filename2) if name is not None]
+        is_output = any(name in path.parents or path.name in str(name) for name in named)  # or a temporary path of it
+        if named and not is_output and not is_full(error):
             raise
         raise WriteError(path, error) from error
 

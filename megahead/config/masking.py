@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from math import cos, pi
 from typing import Any, Literal, get_args
 
-from pydantic import Field, NonNegativeInt, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from megahead.config.base import Settings, refuse, require, require_class_path
 from megahead.config.data import DataConfig
@@ -56,7 +56,7 @@ class MaskingConfig(Settings):
     sep_token: int = Field(ge=0)
     """Id that ends each row's text; may equal data.end_token."""
 
-    special_tokens: list[NonNegativeInt] = Field(default=[])
+    special_tokens: list[int] = Field(default=[])
     """Further ids that are neither masked nor used as replacements, such as padding."""
 
     diffusion: bool = False
@@ -164,6 +164,8 @@ class MaskingConfig(Settings):
         largest = max(self.mask_token, self.cls_token, self.sep_token, *self.special_tokens)
         rule = f"name ids below model.vocab_size ({model.vocab_size})"
         require(largest < model.vocab_size, "masking", rule, got=largest)
+        smallest = min(self.special_tokens, default=0)
+        require(smallest >= 0, "masking.special_tokens", "name ids of at least 0", got=smallest)
         self._check_padding(model, data)
         differs, length = data.end_token != self.mask_token, data.sequence_length
         require(differs, "masking.mask_token", "differ from data.end_token", got=self.mask_token)

@@ -338,6 +338,9 @@ def _require_agreement(section: str, content: dict[str, Any], required: dict[str
         require(value == expected, f"engine.deepspeed{section}[{key!r}]", rule, got=value, hint="remove it there")
 
 
+_PRECISION_SECTIONS = ("bf16", "fp16", "torch_autocast")
+
+
 def _precision_sections(precision: str, stage: int) -> dict[str, dict[str, Any]]:
     """The required settings of DeepSpeed's sections on precision, by section. In every precision gradients of
     micro-batches are summed in fp32 and reduced in the run's dtype, overflows are detected, and master weights and
@@ -348,7 +351,7 @@ def _precision_sections(precision: str, stage: int) -> dict[str, dict[str, Any]]
     """
     supported = stage or precision != "fp16"
     require(supported, "engine.precision", "be fp32 or bf16 at ZeRO stage 0", got="fp16", hint="or use stage 1")
-    sections: dict[str, dict[str, Any]] = {name: {"enabled": False} for name in ("bf16", "fp16", "torch_autocast")}
+    sections: dict[str, dict[str, Any]] = {name: {"enabled": False} for name in _PRECISION_SECTIONS}
     if precision == "bf16" and stage == 0:
         sections["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
     elif precision == "bf16":
@@ -400,6 +403,7 @@ class RunPlan:
         """The plan at another ZeRO stage. ConfigError if the config rules it out."""
         content = self.config.engine.deepspeed
         content = read_deepspeed(content) if isinstance(content, str) else content
+        content = {name: value for name, value in content.items() if name not in _PRECISION_SECTIONS}  # differ by stage
         zero = {**_section(content, "zero_optimization"), "stage": stage}
         engine = self.config.engine.model_copy(update={"deepspeed": {**content, "zero_optimization": zero}})
         return RunPlan.of(self.config.model_copy(update={"engine": engine}), self.ranks, self.device)

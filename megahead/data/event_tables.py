@@ -90,7 +90,7 @@ def _read_batches(path: Path, columns: EventColumns, dropped: Counter[str]) -> I
 
 def _header(path: Path, delimiter: str) -> list[str]:
     with pa.input_stream(path) as file:
-        lines = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
+        lines = io.TextIOWrapper(file, encoding="utf-8-sig", errors="replace", newline="")
         for names in filter(None, csv.reader(lines, delimiter=delimiter)):
             return names
     raise pa.ArrowInvalid("it is empty")

@@ -221,7 +221,8 @@ class Encoder(LanguageModel):
 def _words(text: str, encoding: Any) -> list[Hashable]:
     """Returns a key for each token, equal in one word; None for a special token. A space begins a word also where no
     pre-tokenizer splits there (Llama 2, Gemma 2)."""
-    num_spaces = accumulate(text[start : start + 1].isspace() for start, _ in encoding.offsets)
+    starts = [start for start, _ in encoding.offsets]  # equal for the bytes of a character
+    num_spaces = accumulate(new != old and text[new : new + 1].isspace() for old, new in pairwise([-1, *starts]))
     return [None if word is None else (word, n) for word, n in zip(encoding.word_ids, num_spaces, strict=True)]
 
 

@@ -365,8 +365,8 @@ def load_input_embedding(path: Path) -> tuple[Tensor, Path]:
     """
     if find_checkpoint(path) is None:
         hf_model = HFModel.open(path)
-        config = ModelConfig(**hf_model.model_settings())
-        weight_VD = hf_model.weight(EMBEDDING, torch.Size((config.vocab_size, config.hidden_size)))
+        settings = hf_model.model_settings()
+        weight_VD = hf_model.weight(EMBEDDING, torch.Size((settings["vocab_size"], settings["hidden_size"])))
         tokenizer = _find_tokenizer(path)
     else:
         model = TrainedModel.open(path)

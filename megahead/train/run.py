@@ -180,7 +180,8 @@ def numeric_settings(deterministic: bool) -> Iterator[None]:
 
 
 _OUT_OF_MEMORY_MESSAGES = (
-    "too large to convert to C",  # a size, as an OverflowError
+    "too large to convert to C",  # sizes, as an OverflowError
+    "into an index-sized integer",
     "not enough memory",
     "out of memory",
     "Cannot allocate memory",
@@ -284,12 +285,13 @@ def pretrain(config: RunConfig, launch: Launch = ONE_PROCESS, resume: str = "aut
         raise ArgumentError("config", "be a RunConfig", got=f"a {type(config).__name__}", hint=hint)
     with numeric_settings(config.engine.deterministic), signal_handlers_restored():
         require_trackers(config)
+        is_default = launch == ONE_PROCESS
         launch = elastic_launch(config, launch)
         if launch.rank >= launch.world_size:
             return wait_for_end(config, launch, resume)
         local_rank = launch.local_rank
-        if launch.world_size == 1 and torch.distributed.is_initialized() and torch.cuda.is_available():
-            local_rank = torch.cuda.current_device()
+        if is_default and config.engine.device != "cpu" and torch.distributed.is_initialized():
+            local_rank = torch.cuda.current_device() if torch.cuda.is_available() else 0
         device = choose_device(config.engine.device, local_rank)
         with distributed_session(
             launch, device, config.engine.timeout_seconds, shared_settings(config, resume)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megahead.commands import COMMANDS
-from megahead.errors import SLOW_PACKAGES
+from megahead.errors import SLOW_PACKAGES, run_command
 
 ROOT = Path(__file__).parents[2]
 IMPORT_ALL = f"""
@@ -53,3 +53,12 @@ def test_a_command_whose_reader_has_read_enough_ends_in_silence() -> None:
         assert command.stderr is not None
         command.stdout.close()
         assert (command.stderr.read(), command.wait()) == (b"", 141)
+
+
+def test_another_closed_pipe_is_an_error(capfd: pytest.CaptureFixture[str]) -> None:
+    def main() -> None:
+        raise BrokenPipeError(32, "Broken pipe", "a socket")
+
+    with pytest.raises(SystemExit, match="2"):
+        run_command(main)
+    assert capfd.readouterr().err == "error: [Errno 32] Broken pipe: 'a socket'\n"

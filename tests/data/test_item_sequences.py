@@ -221,6 +221,12 @@ def test_other_columns_may_be_empty_at_first_and_text_later(tmp_path: Path) -> N
     assert preprocess_events([tmp_path / "events.csv"], COLUMNS, tmp_path / "out").events == 120_001
 
 
+def test_other_columns_may_have_another_encoding(tmp_path: Path) -> None:
+    lines = (f"{k % 10},{k % 7},{k},caf\xe9" for k in range(100))
+    (tmp_path / "events.csv").write_bytes("\n".join(["user,item,time,title", *lines]).encode("latin-1"))
+    assert preprocess_events([tmp_path / "events.csv"], COLUMNS, tmp_path / "out").events == 100
+
+
 def test_another_file_is_no_vocabulary(tmp_path: Path) -> None:
     (tmp_path / "items.json").write_text('[{"id": 3}]')
     with pytest.raises(DataError, match=r"must be an items\.json"):

@@ -162,7 +162,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         BERT | {"masking": MASKS | {"special_tokens": [3, -1]}},
-        "`masking.special_tokens.1` must be at least 0, but is -1 instead.",
+        "`masking.special_tokens` must name ids of at least 0, but is -1 instead.",
     ),
     (
         BERT | {"masking": MASKS, "model.size": "roberta-base"},

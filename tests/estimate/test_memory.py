@@ -50,6 +50,8 @@ def test_another_stage_is_estimated_as_if_the_config_had_it() -> None:
     for plan in plans:
         assert [rank_memory(plan, stage) for stage in range(4)] == [rank_memory(each) for each in plans]
     assert zero_stages(pythia("engine.activation_checkpointing=selective")) == [0, 1, 2]
+    settings = "engine.precision=bf16", "engine.deepspeed={zero_optimization: {stage: 1}, bf16: {enabled: true}}"
+    assert rank_memory(planned(*settings), 0).total > 0, "DeepSpeed's sections on precision differ by stage"
 
 
 def test_a_vanilla_share_of_the_loss_has_rows_and_scores_of_all_ids() -> None:

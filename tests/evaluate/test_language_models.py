@@ -11,6 +11,7 @@ from lm_eval.models.huggingface import HFLM
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from tokenizers.normalizers import Replace
+from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import TemplateProcessing
 from transformers import (
     BertConfig,
@@ -28,6 +29,7 @@ from megahead.evaluate.harness import fitting_batch_size
 from megahead.evaluate.language_models import (
     ScoredRow,
     TokenPredictor,
+    _words,
     generate_continuation,
     open_language_model,
     sampling_options,
@@ -103,6 +105,13 @@ def test_an_encoder_guesses_each_token_without_the_rest_of_its_word(encoder: Pat
     assert any(piece.startswith("##") for piece in pieces)
     found = open_language_model(encoder, batch_size).log_probabilities(texts)
     assert found == pytest.approx([*(by_hand(encoder, text) for text in texts[:3]), 0.0], rel=1e-5)
+
+
+def test_the_bytes_of_a_space_are_one_word() -> None:
+    tokenizer = Tokenizer(BPE({letter: id_ for id_, letter in enumerate(sorted(ByteLevel.alphabet()))}, []))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    words = _words("a\u3000b", tokenizer.encode("a\u3000b"))
+    assert [words.index(word) for word in words] == [0, 1, 1, 1, 4]
 
 
 def test_words_end_at_spaces_where_no_pre_tokenizer_splits(encoder: Path) -> None:

@@ -72,6 +72,14 @@ def test_a_place_that_cannot_be_written_is_told_in_a_sentence(tmp_path: Path) ->
         pytest.fail("the block must not run")
 
 
+def test_a_disk_that_is_full_in_a_copy_is_told(tmp_path: Path) -> None:
+    """Such an error names what is copied first."""
+    error = OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "in"), None, str(tmp_path / "there/in"))
+    match = r"`.*out` must be writable, but is not: No space left"
+    with pytest.raises(UserError, match=match), atomic_folder(tmp_path / "out"):
+        raise error
+
+
 def test_an_input_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"input\.json") as raised, atomic_folder(tmp_path / "out"):
         (tmp_path / "input.json").read_bytes()

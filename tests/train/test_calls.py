@@ -18,10 +18,11 @@ import torch.distributed as dist
 
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group
+from megahead.distributed.launch import Launch
 from megahead.errors import UserError
 from megahead.report.read import read_metrics
 from megahead.train import run as setup
-from megahead.train.run import Run, pretrain
+from megahead.train.run import ONE_PROCESS, Run, pretrain
 from support.forked import forked
 from support.on_ranks import on_ranks
 from support.small_run import same_tensors, small_config, stage, write_text
@@ -126,10 +127,12 @@ def within_a_group(folder: Path) -> None:
 
 def test_ranks_of_a_process_group_train_on_their_current_devices(tmp_path: Path) -> None:
     write_text(tmp_path)
-    assert on_ranks(2, device_chosen, small_config(tmp_path)) == [0, 1]
+    config = small_config(tmp_path, {"engine.device": "auto"})
+    assert on_ranks(2, device_chosen, config) == [0, 1]
+    assert on_ranks(1, device_chosen, config, Launch(local_rank=3)) == [3], "the launch's, where one is given"
 
 
-def device_chosen(group: Group, config: RunConfig) -> int:
+def device_chosen(group: Group, config: RunConfig, launch: Launch = ONE_PROCESS) -> int:
     chosen: list[int] = []
 
     def choose_device(_: str, local_rank: int) -> torch.device:
@@ -138,7 +141,7 @@ def device_chosen(group: Group, config: RunConfig) -> int:
 
     cuda = patch.multiple(torch.cuda, is_available=lambda: True, current_device=lambda: group.rank)
     with cuda, patch.object(setup, "choose_device", choose_device), suppress(UserError):
-        pretrain(config, resume="nowhere")
+        pretrain(config, launch, resume="nowhere")
     return chosen[0]
 
 

@@ -22,6 +22,7 @@ from support.small_run import small_config, stage
         RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"),
         RuntimeError("can't start new thread"),
         OverflowError("Python int too large to convert to C ssize_t"),
+        OverflowError("cannot fit 'int' into an index-sized integer"),
     ],
     ids=lambda error: type(error).__name__,
 )
