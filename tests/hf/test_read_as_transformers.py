@@ -19,7 +19,7 @@ from megahead.hf.export import export
 from megahead.hf.families import filled_settings
 from megahead.hf.importing import from_hf
 from megahead.hf.loading import load_causal, load_masked
-from megahead.hf.registry import FAMILIES
+from megahead.hf.registry import DECODERS, FAMILIES
 
 SIZES = {"num_hidden_layers": 6, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96}
 SIZES |= {"vocab_size": 99, "max_position_embeddings": 70, "num_key_value_heads": 2}
@@ -61,6 +61,13 @@ def test_config_json_has_the_settings_that_transformers_reads_in_it(name: str, c
     assert found == settings_or_refusal(name, whole)
     has_window = bool(change.keys() & {"use_sliding_window", "sliding_window"})  # which alone is refused
     assert isinstance(found, str) == has_window, found
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_exports_of_decoders_keep_keys_and_values_while_they_generate(name: str) -> None:
+    family = FAMILIES[name]
+    settings = family.model_settings({"model_type": name, **OTHER_SIZES.get(name, SIZES)})
+    assert family.hf_config(ModelConfig(**settings))["use_cache"] is True
 
 
 KINDS = {

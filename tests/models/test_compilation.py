@@ -17,7 +17,7 @@ from megahead.config.model import ModelConfig
 from megahead.models.attention_backends import BACKENDS
 from megahead.models.backbone import Backbone
 from megahead.models.blocks import CompiledBlocks, set_attention
-from megahead.models.documents import Documents
+from megahead.models.documents import Documents, TargetPositions
 from support.initialized import initialized_backbone
 
 IDS = torch.arange(2 * 24).view(2, 24) % 50
@@ -147,6 +147,18 @@ def test_flash_attention_is_part_of_the_graph(monkeypatch: pytest.MonkeyPatch, n
     torch.testing.assert_close(backbone(IDS, documents), expected)
     assert counting.graphs == 1
     assert BACKENDS[name].is_traceable
+
+
+def test_a_layer_that_computes_only_targets_is_not_compiled_for() -> None:
+    """Their number differs from batch to batch."""
+    backbone, counting = tiny("bert"), Counting()
+    set_attention(backbone, BACKENDS["sdpa"].attend)
+    backbone.compiled = CompiledBlocks(backend=counting, fullgraph=True)
+    for number in (3, 5):
+        targets = TargetPositions(torch.arange(number), *IDS.shape, max_per_row=number)
+        assert len(backbone.encode_at(backbone.embed(IDS), Documents.whole_rows(*IDS.shape), targets)) == number
+    assert counting.graphs == 1
+    assert not backbone.compiled.unsupported_reason
 
 
 def test_evaluation_is_not_compiled_for() -> None:
