@@ -5,7 +5,7 @@ ARGS ?=
 WORKERS ?= -n auto --dist worksteal
 TORCH_INDEX ?=
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
-# tests start many interpreters, each of which would compile all modules again
+# Bytecode is kept, whatever the environment says: each interpreter that tests start would compile all modules again
 export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: help install demo docs dist test test-long check lint types pytest test-gpu gpu-report gpu-wheels gpu-text format clean

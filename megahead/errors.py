@@ -92,7 +92,7 @@ def _output_is_closed() -> bool:
     """Whether the standard output is a pipe without a reader."""
     poll = select.poll()
     poll.register(1, 0)
-    return any(events & select.POLLERR for _, events in poll.poll(0))
+    return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))
 
 
 def run_command(

@@ -245,7 +245,8 @@ WAIT_SECONDS = 30.0
 
 def share_replicas(folder: RunFolder, launch: Launch) -> None:
     """For a spare rank: copies the last session's replicas on its node into the run's folder, if they are newer than
-    the checkpoints on disk and there is room. The first rank of a node does so for all; if it trains, it has them."""
+    the checkpoints on disk and there is room. Only a node's first rank does so; where that rank trains, its node needs
+    no copies."""
     session_id = last_session_id(folder)
     if session_id is None:
         return

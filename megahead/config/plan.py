@@ -424,7 +424,7 @@ class RunPlan:
 
 
 def compile_conflict(config: RunConfig, zero_stage: int) -> str:
-    """The setting that keeps blocks from being compiled; empty if there is none."""
+    """Why the settings keep blocks from being compiled; empty if they do not."""
     if config.parallel.tensor > 1:
         return "tensor ranks communicate within a block"
     if zero_stage == 3:
