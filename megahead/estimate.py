@@ -37,7 +37,8 @@ def _auxiliary_targets(config: RunConfig, candidate_rows: int, data_ranks: int) 
 
 
 def _candidates_of_group(config: RunConfig, targets_per_row: int, data_ranks: int) -> int:
-    """Candidates of one group in one micro-batch; at most `max_candidates` plus the micro-batch's unique targets."""
+    """Candidates of one group in one micro-batch: its unique targets, and `objective.negatives` ids drawn in addition,
+    by frequency or uniformly; at most `max_candidates` plus the micro-batch's unique targets."""
     objective, vocab_size = config.objective, config.model.vocab_size
     if objective.name == "vanilla":
         return config.model.padded_vocab_size()
@@ -119,7 +120,8 @@ def block_biases(config: ModelConfig) -> int:
 
 
 def run_parameters(config: RunConfig) -> ParameterCounts:
-    """Trained parameters of a run in its last phase."""
+    """Trained parameters of a run in its last phase. A mask decoder has further layers after an encoder's; they alone
+    see mask tokens, and exports leave them out."""
     model, generator = config.model_with_mask_decoder(), config.generator_config()
     table = model.padded_vocab_size() * model.hidden_size
     head = table * phases_of(config)[-1].config.objective.trains_head() + _replicated_head(config)
@@ -128,7 +130,7 @@ def run_parameters(config: RunConfig) -> ParameterCounts:
 
 
 def _model_configs(config: RunConfig) -> list[ModelConfig]:
-    """The configs of the trained model, with the layers that exports leave out, and of its generator, if any."""
+    """The configs of the trained model, its mask decoder's layers included, and of its generator, if any."""
     generator = config.generator_config()
     return [config.model_with_mask_decoder(), *([] if generator is None else [generator])]
 
@@ -197,7 +199,7 @@ class FlopsPerToken:
 
     head: float
     """Scores of the candidates: 3 * 2 D U, plus 2 D U to sample tokens from them, 2 D U to find mispredicted targets,
-    3 * 2 D V with a vanilla share of the loss, and the head of an auxiliary objective."""
+    3 * 2 D V if a vanilla loss is added (`vanilla_weight`), and the head of an auxiliary objective."""
 
     @property
     def total(self) -> float:
@@ -246,8 +248,8 @@ def training_flops(
 
 
 def run_flops(config: RunConfig, candidate_rows: int, data_ranks: int = 1) -> FlopsPerToken:
-    """Operations per token of a run with `candidate_rows` candidates, a generator's included. Products of an auxiliary
-    objective whose number depends on the text (phrases) are not counted. `data_ranks`: data-parallel ranks."""
+    """Operations per token of a run with `candidate_rows` candidates, a generator's included. Not counted are the
+    products of `objective.phrases`, whose number depends on the text. `data_ranks`: data-parallel ranks."""
     length, targets = config.data.sequence_length, config.targets_per_row()
     auxiliary = config.objective.auxiliary_or_empty()
     model, generator = config.model_with_mask_decoder(), config.generator_config()

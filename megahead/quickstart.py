@@ -55,7 +55,7 @@ ASSUMED_FLOPS_PER_SECOND = 5e10
 """FLOPs per second of a machine that could not be measured: half of one core's."""
 
 TOLERANCE = 0.05
-"""Share of the available time by which a run may exceed it; a slower run gets fewer steps."""
+"""A run that is too slow is restarted with fewer steps if that saves more than this share of the available time."""
 
 MIN_TOKENS_PER_PARAMETER = 2
 """A larger shape is chosen only if it sees at least this many tokens per parameter of its blocks."""
@@ -393,6 +393,7 @@ def _write_datasets(found: TextSurvey, tokenizer: Path | None, vocab_size: int, 
     if tokenizer is None:
         make_tokenizer(paths, selection, vocab_size, chosen)
     few = found.has_fewer_documents(FEW_DOCUMENTS)
+    # the last twentieth of each document, or every 50th document
     held_out: Any = {"holdout_tail": Fraction(1, 20)} if few else {"holdout": 50}
     workers = suitable_workers(found.bytes, os.cpu_count() or 1)
     with ProgressBar("Tokenizing") as bar:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _CHECKPOINTS = "checkpoints"
+# earlier versions named orphaned checkpoints `abandoned-...`, and ones that they were replacing `... .replaced`
 _CHECKPOINT = re.compile(r"(?:abandoned-)?(?:step-)?\d+(?:-[0-9a-f]+)?(?:\.replaced)?")
 
 
@@ -32,7 +33,8 @@ class RunFolder:
 
         A checkpoint outside of a run folder counts as a run folder.
         """
-        for absolute in (path.absolute(), path.resolve()):
+        is_run = any((path / file).exists() for file in ("config.yaml", _CHECKPOINTS))  # in a folder of any name
+        for absolute in () if is_run else (path.absolute(), path.resolve()):
             if absolute.parent.name == _CHECKPOINTS and _CHECKPOINT.fullmatch(absolute.name):
                 return RunFolder(absolute.parent.parent)
             if absolute.name == _CHECKPOINTS:
@@ -88,7 +90,7 @@ class RunFolder:
     """Generated texts for the report, one JSON object per line."""
 
     geometry = _File("geometry.json")
-    """Geometry of outputs and embeddings by checkpoint, measured for the report."""
+    """Effective rank and anisotropy of outputs and embeddings by checkpoint, measured for the report."""
 
     report = _File("report.html")
     """The default path of the HTML report."""

@@ -57,3 +57,7 @@ def test_the_class_can_be_inspected() -> None:
 def test_a_run_in_a_folder_that_is_called_checkpoints_is_a_run(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "checkpoints/first")
     assert RunFolder.of(run.path) == RunFolder.of(run.checkpoints / "1000") == run
+    for folder in (tmp_path / "checkpoints/12345", tmp_path / "checkpoints"):  # by the id of a job
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.yaml").touch()
+        assert RunFolder.of(folder) == RunFolder(folder)

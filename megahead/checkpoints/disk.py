@@ -1,7 +1,7 @@
 """Checkpoints in a run's folder: collective saving, lookup, retention.
 
     step-00001000-3f2a91/           a complete checkpoint, renamed from the partial one
-    latest                          text: the names of the newest checkpoint and of its parents, written last
+    latest                          text: the newest checkpoint's name, then those of its ancestors; written last
     .step-00001000-3f2a91.partial   being written or removed; left by a crash, it is useless
 
 Earlier versions wrote `step-00001000`, renamed it to `step-00001000.replaced` while they replaced it, and renamed
@@ -136,7 +136,8 @@ def find_checkpoint(path: Path) -> Path | None:
 
 
 def step_folders(path: Path) -> list[Path]:
-    """Checkpoints in the history of a run or checkpoints folder, damaged included, newest first."""
+    """The history of a run or checkpoints folder: the newest checkpoint and those of its ancestors that exist, damaged
+    included, newest first."""
     disk = DiskStorage.of(path)
     return [disk.root / name for name in history(disk)]
 
@@ -190,9 +191,10 @@ def write_collectively(
     group: Group,
     rules: RetentionRules | None = None,
 ) -> Path:
-    """Writes the checkpoint `name` of `num_bytes` bytes: every rank writes its files, then rank 0 the manifest, given
-    the results of `write` by rank. With `rules`, makes it `latest` and removes older ones by them. Collective; errors
-    as in `write_snapshot`."""
+    """Writes the checkpoint `name` of `num_bytes` bytes. Every rank runs the generator `write`, which writes its files
+    and yields often: at a yield the ranks may wait for each other, so that none with fewer files times out. Then rank 0
+    writes the manifest, given what `write` returned on each rank. With `rules`, makes the checkpoint `latest` and
+    removes older ones by them. Collective; errors as in `write_snapshot`."""
     partial_folder = disk.partial_folder(name)
     describe_error = partial(describe_write_error, partial_folder=partial_folder, num_bytes=num_bytes)
 
@@ -206,7 +208,7 @@ def write_collectively(
         check_lengths(partial_folder, manifest)  # also checks that this rank sees the files of the others
         disk.publish(name)
         if rules is not None:
-            disk.write_latest(Latest(name, manifest.parents))
+            disk.write_latest(Latest(name, manifest.ancestors))
             with suppress(OSError):  # the new checkpoint is complete; the next save removes older ones
                 retain(disk, rules)
 
@@ -229,7 +231,7 @@ class Source(Protocol):
         bytes (0: it is on disk already). DamagedError if it is damaged."""
 
     def write(self, partial_folder: Path) -> Iterator[None]:
-        """Writes this rank's files of the selected checkpoint; yields often."""
+        """Writes this rank's files of the selected checkpoint; yields often, see `write_collectively`."""
 
     def write_manifest(self, partial_folder: Path, results: list[Any]) -> None:
         """Writes the manifest of the selected checkpoint."""

@@ -62,15 +62,15 @@ class FileEntry(BaseModel):
 class Manifest(BaseModel):
     """The content of a `checkpoint.json`."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, populate_by_name=True)
     step: int = Field(ge=0)
     state: dict[str, Any]
     config: dict[str, Any]
     tensors: dict[str, TensorEntry]
     files: dict[FileName, FileEntry]
 
-    parents: tuple[str, ...] = ()
-    """All ancestors, the newest first, including removed ones; empty in checkpoints of earlier versions."""
+    ancestors: tuple[str, ...] = Field((), alias="parents")
+    """The newest first, including removed ones; empty in checkpoints of earlier versions."""
 
     orphaned: tuple[str, ...] = ()
     """Other checkpoints that existed when it was saved: the run had rolled back past them."""
@@ -89,7 +89,7 @@ class Manifest(BaseModel):
 
     def write(self, folder: Path) -> None:
         """Writes the manifest to `folder` and waits until it is on disk."""
-        content = json.loads(json.dumps({"format": FORMAT, **self.model_dump()}))
+        content = json.loads(json.dumps({"format": FORMAT, **self.model_dump(by_alias=True)}))
         text = json.dumps({**content, "sha256": _digest(content)}, indent=1)
         (folder / MANIFEST).write_text(text, encoding="utf-8")
         fsync(folder / MANIFEST)
@@ -144,7 +144,7 @@ class Header:
     step: int
     state: dict[str, Any]
     config: dict[str, Any]
-    parents: tuple[str, ...] = ()
+    ancestors: tuple[str, ...] = ()
     orphaned: tuple[str, ...] = ()
 
     def manifest(self, tensors: dict[str, TensorEntry], files: dict[str, FileEntry]) -> Manifest:

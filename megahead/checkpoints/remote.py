@@ -98,9 +98,9 @@ class RemoteStorage(Storage):
             if step_of(name) <= step_of(latest_name):
                 break
             manifest = manifest_if_valid(self, name)
-            # checkpoints of earlier versions have no parents
-            if manifest is not None and is_ancestor(latest_name, manifest.parents or (name,)):
-                return Latest(name, manifest.parents)
+            # checkpoints of earlier versions list no ancestors, and are compared by step
+            if manifest is not None and is_ancestor(latest_name, manifest.ancestors or (name,)):
+                return Latest(name, manifest.ancestors)
         return latest
 
     def write_latest(self, latest: Latest) -> None:
@@ -167,7 +167,7 @@ class RemoteStorage(Storage):
         files_by_name: dict[str, dict[str, int]] = {}
         for path, size in self.store.sizes(self.root).items():
             folder, _, file = path.removeprefix(f"{self.root}/" if self.root else "").partition("/")
-            # earlier versions left `.replaced` ones
+            # `.replaced`: left by earlier versions that were killed while they replaced a checkpoint
             if is_checkpoint_name(folder) and not folder.endswith(".replaced") and "/" not in file:
                 files_by_name.setdefault(folder, {})[file] = size
         return files_by_name
@@ -197,15 +197,15 @@ def retry_seconds(group: Group) -> float:
 
 def newer_names(remote: RemoteStorage, folder: RunFolder, newer_than: int) -> list[str]:
     """The remote checkpoints from which the run in `folder` should resume rather than from step `newer_than`, in the
-    order to try them. These are the newer ones. If the remote run rolled back past a checkpoint in the history of
-    `folder`, they are all outside of that history. Checkpoints that the run in `folder` rolled back past (`orphaned`)
-    are left out."""
+    order to try them: those with a higher step. If the remote run has rolled back past a checkpoint in the history of
+    `folder`, also those with a lower step that are not in that history. Never one that the run in `folder` rolled back
+    past (`orphaned`)."""
     names, ancestry = history(remote), read_ancestry(folder)
     newest = manifest_if_valid(remote, names[0]) if names else None
-    rolled_back = newest is not None and not {*ancestry.parents}.isdisjoint(newest.orphaned)
+    rolled_back = newest is not None and not {*ancestry.ancestors}.isdisjoint(newest.orphaned)
 
     def is_preferred(name: str) -> bool:
-        is_newer = step_of(name) > newer_than or (rolled_back and not is_ancestor(name, ancestry.parents))
+        is_newer = step_of(name) > newer_than or (rolled_back and not is_ancestor(name, ancestry.ancestors))
         return is_newer and name not in ancestry.orphaned
 
     return list(takewhile(is_preferred, names))

@@ -65,18 +65,18 @@ class Latest:
 
     name: str | None = None
 
-    parents: tuple[str, ...] = ()
+    ancestors: tuple[str, ...] = ()
     """Its ancestors, in case its manifest is damaged or missing; empty if an earlier version wrote it."""
 
     @staticmethod
     def read(text: str) -> Latest:
         """Parses the content of the file."""
-        name, *parents = text.split() or [""]
-        return Latest(name, tuple(filter(is_checkpoint_name, parents))) if is_checkpoint_name(name) else Latest()
+        name, *ancestors = text.split() or [""]
+        return Latest(name, tuple(filter(is_checkpoint_name, ancestors))) if is_checkpoint_name(name) else Latest()
 
     def text(self) -> str:
         """The content of the file."""
-        return "".join(f"{name}\n" for name in (self.name, *self.parents))
+        return "".join(f"{name}\n" for name in (self.name, *self.ancestors))
 
 
 class Storage(Protocol):
@@ -106,24 +106,24 @@ def manifest_if_valid(storage: Storage, name: str) -> Manifest | None:
     return None
 
 
-def is_ancestor(name: str, parents: Sequence[str]) -> bool:
-    """Whether `name` is one of `parents`. Among checkpoints of earlier versions, each is also an ancestor of all with
+def is_ancestor(name: str, ancestors: Sequence[str]) -> bool:
+    """Whether `name` is one of `ancestors`. Among checkpoints of earlier versions, each is also an ancestor of all with
     higher steps."""
-    return name in parents or (
-        _is_legacy_name(name) and step_of(name) <= max(map(step_of, filter(_is_legacy_name, parents)), default=-1)
+    return name in ancestors or (
+        _is_legacy_name(name) and step_of(name) <= max(map(step_of, filter(_is_legacy_name, ancestors)), default=-1)
     )
 
 
-def ancestors_among(parents: Sequence[str], existing: Iterable[str]) -> list[str]:
+def ancestors_among(ancestors: Sequence[str], existing: Iterable[str]) -> list[str]:
     """The ancestors among some checkpoints, the newest first."""
-    distance_by_name = {name: distance for distance, name in enumerate(parents)}
-    ancestors = [name for name in highest_step_first(existing) if is_ancestor(name, parents)]
-    return sorted(ancestors, key=lambda name: distance_by_name.get(name, len(distance_by_name)))
+    distance_by_name = {name: distance for distance, name in enumerate(ancestors)}
+    among = [name for name in highest_step_first(existing) if is_ancestor(name, ancestors)]
+    return sorted(among, key=lambda name: distance_by_name.get(name, len(distance_by_name)))
 
 
 def ancestors_of(name: str, manifest: Manifest) -> tuple[str, ...]:
     """The ancestors of the checkpoint `name`; for one of an earlier version the name itself (see `is_ancestor`)."""
-    return (name,) if _is_legacy_name(name) else manifest.parents
+    return (name,) if _is_legacy_name(name) else manifest.ancestors
 
 
 def history(storage: Storage) -> list[str]:
@@ -148,9 +148,9 @@ def _possible_newest(storage: Storage, existing: Sequence[str]) -> Iterator[str]
     latest = storage.latest
     if latest.name in existing:
         yield str(latest.name)
-    if latest.parents:
-        yield from (name for name in latest.parents if name in existing)
-        yield from (name for name in existing if name not in latest.parents and is_ancestor(name, latest.parents))
+    if latest.ancestors:
+        yield from (name for name in latest.ancestors if name in existing)
+        yield from (name for name in existing if name not in latest.ancestors and is_ancestor(name, latest.ancestors))
         return
     manifests = filter(None, (manifest_if_valid(storage, name) for name in existing))
     orphaned = {name for manifest in manifests for name in manifest.orphaned}
@@ -167,7 +167,7 @@ def orphans(storage: Storage) -> list[str]:
 class Ancestry:
     """The ancestors of a run's current weights. Checkpoints that a rollback discarded are not among them."""
 
-    parents: tuple[str, ...] = ()
+    ancestors: tuple[str, ...] = ()
     """The checkpoint that the run last saved or resumed, and its ancestors, the newest first."""
 
     orphaned: tuple[str, ...] = ()
@@ -176,36 +176,36 @@ class Ancestry:
     @staticmethod
     def of(name: str | None, manifest: Manifest | None, *existing: Iterable[str]) -> Ancestry:
         """The ancestry of a session that resumes from the checkpoint `name`, or from none. `existing`: names."""
-        parents: tuple[str, ...] = ()
+        ancestors: tuple[str, ...] = ()
         orphaned: set[str] = set()
         if name is not None and manifest is not None:
-            parents, orphaned = tuple(dict.fromkeys((name, *ancestors_of(name, manifest)))), {*manifest.orphaned}
+            ancestors, orphaned = tuple(dict.fromkeys((name, *ancestors_of(name, manifest)))), {*manifest.orphaned}
         orphaned |= {each for names in existing for each in names}
-        return Ancestry(parents, tuple(sorted(each for each in orphaned if not is_ancestor(each, parents))))
+        return Ancestry(ancestors, tuple(sorted(each for each in orphaned if not is_ancestor(each, ancestors))))
 
     @property
     def newest(self) -> str | None:
         """The checkpoint that the run last saved or resumed; None if there is none yet."""
-        return self.parents[0] if self.parents else None
+        return self.ancestors[0] if self.ancestors else None
 
     @property
     def step(self) -> int:
         """The step of `newest`; -1 if there is none."""
-        return step_of(self.parents[0]) if self.parents else -1
+        return step_of(self.ancestors[0]) if self.ancestors else -1
 
     def add(self, name: str) -> None:
         """The run has saved the checkpoint `name`."""
-        self.parents = (name, *self.parents)
+        self.ancestors = (name, *self.ancestors)
 
     def roll_back(self, name: str) -> None:
         """The run rolled back to the checkpoint `name`: later ones are orphaned."""
-        index = self.parents.index(name) if name in self.parents else len(self.parents)
-        self.orphaned = tuple(sorted({*self.orphaned, *self.parents[:index]}))
-        self.parents = self.parents[index:] or (name,)
+        index = self.ancestors.index(name) if name in self.ancestors else len(self.ancestors)
+        self.orphaned = tuple(sorted({*self.orphaned, *self.ancestors[:index]}))
+        self.ancestors = self.ancestors[index:] or (name,)
 
     def supersedes(self, name: str) -> bool:
         """Whether the run has continued from that checkpoint, or rolled back past it."""
-        return is_ancestor(name, self.parents) or name in self.orphaned
+        return is_ancestor(name, self.ancestors) or name in self.orphaned
 
 
 @dataclass(frozen=True)

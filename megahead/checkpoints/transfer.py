@@ -69,7 +69,7 @@ def fetch_newer(
     name, damage = copy_newest_valid(_Fetch(find_newer, disk, group, validate, files), disk, group)
     if name is None:
         return RecoveryResult("mirror", None, damage) if damage else None
-    run_on_first_rank(group, lambda: disk.write_latest(Latest(name, disk.manifest(name).parents)))
+    run_on_first_rank(group, lambda: disk.write_latest(Latest(name, disk.manifest(name).ancestors)))
     checkpoint, seconds = open_verified(disk.root / name, group), time.monotonic() - start_time
     message = f"step {checkpoint.step:,} from {url} in {seconds:.1f} s"
     details = {"fetched": checkpoint.step, "seconds": round(seconds, 3)}
@@ -227,7 +227,7 @@ def upload_checkpoint(remote: RemoteStorage, folder: Path, check_lease: Callable
     latest, manifest = remote.latest.name, Manifest.read(folder)
     ancestry = Ancestry.of(folder.name, manifest)
     if is_new or latest is None or ancestry.supersedes(latest) or latest not in remote.names():
-        remote.write_latest(Latest(folder.name, manifest.parents))
+        remote.write_latest(Latest(folder.name, manifest.ancestors))
     return sent
 
 

@@ -12,7 +12,7 @@ from megahead.config.auxiliary import AuxiliarySettings, Curve
 from megahead.config.base import load_class, refuse, require, require_class_path
 from megahead.config.masking import MaskingConfig
 from megahead.config.model import ModelConfig
-from megahead.config.token_subsets import SUBSET_FIELDS
+from megahead.config.token_subsets import TOKEN_SUBSET_FIELDS
 from megahead.wording import pluralize
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ class ReplacedTokensConfig(AuxiliarySettings):
         if objective.name == "vanilla":
             rule = "be left out of a vanilla objective, whose tokens are always drawn from all ids"
             require(self.draws == "group", f"{section}.draws", rule, got=self.draws)
-        subsets = masking.changed(*SUBSET_FIELDS)
+        subsets = masking.changed(*TOKEN_SUBSET_FIELDS)
         conflicts = [
             ("masking.diffusion", masking.diffusion, "whose model predicts no tokens"),
             *(

@@ -57,14 +57,14 @@ class AuxiliarySettings(Settings):
     """Why exports have no head; None if they have one."""
 
     dense_embedding_reason: ClassVar[tuple[str, str] | None] = None
-    """Why the embedding cannot be sharded by rows: the banner's text, and how the error goes on after
-    "`engine.embedding` must". None: it can."""
+    """Why the embedding cannot be sharded by rows: (words for the banner, the rest of the error that begins with
+    "`engine.embedding` must"). None: it can."""
 
     main_loss_label: ClassVar[str] = ""
-    """The run's loss without its own weighted loss is logged as LABEL_loss, unless empty."""
+    """Unless empty, the run's loss minus `weight` times this objective's is logged as LABEL_loss."""
 
     perplexity_prefix: ClassVar[str] = ""
-    """Prefix of held-out metrics in messages where another network than the model predicts: "generator's "."""
+    """What messages write before held-out metrics if another network than the model predicts, as "generator's "."""
 
     curves: ClassVar[tuple[Curve, ...]] = ()
 

@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from megahead.config.base import Settings, refuse, require, require_class_path
 from megahead.config.data import DataConfig
 from megahead.config.model import ModelConfig
-from megahead.config.token_subsets import SUBSET_FIELDS, DroppingConfig
+from megahead.config.token_subsets import TOKEN_SUBSET_FIELDS, DroppingConfig
 from megahead.errors import ConfigError
 from megahead.wording import did_you_mean
 
@@ -34,7 +34,7 @@ SPECIAL_TOKEN_FIELDS = ("mask_token", "cls_token", "sep_token", "special_tokens"
 
 _NOT_WITH_DIFFUSION = (
     *("rate", "final_rate", "rate_course", "count", "mask_share", "random_share", "noise_share"),
-    *SUBSET_FIELDS,
+    *TOKEN_SUBSET_FIELDS,
 )
 """Fields that are refused with diffusion, which sets the shares itself and has no layers that compute only some
 tokens."""

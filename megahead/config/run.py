@@ -14,7 +14,7 @@ from megahead.config.embedding import check_embedding
 from megahead.config.masking import SPECIAL_TOKEN_FIELDS, STRATEGIES_BY_SETTING, MaskedInputsConfig, MaskingConfig
 from megahead.config.model import ModelConfig
 from megahead.config.objective import ObjectiveConfig
-from megahead.config.token_subsets import SUBSET_FIELDS, check_token_subsets
+from megahead.config.token_subsets import TOKEN_SUBSET_FIELDS, check_token_subsets
 from megahead.config.training import (
     EngineConfig,
     FaultsConfig,
@@ -111,8 +111,9 @@ class RunConfig(Settings):
         return tensor * self.batch.max_data_ranks(available // tensor)
 
     def sample_length(self) -> int:
-        """The `sequence_length` of the run's `Samples`, which have one token more. A masked row has
-        data.sequence_length - 2 tokens of text between [CLS] and [SEP]; consecutive rows share one token of text."""
+        """The `sequence_length` of the run's `Samples`: one less than the tokens of text in a row, as consecutive rows
+        share one. A decoder's row has T + 1 of them (T: data.sequence_length), an encoder's T - 2, between [CLS] and
+        [SEP]."""
         return self.data.sequence_length - (3 if self.masking else 0)
 
     def steps_before_masking(self) -> int:
@@ -203,7 +204,7 @@ def _check_causal(config: RunConfig) -> None:
         return
     if masking is not None:
         setting = "model.is_causal" if model.is_causal else setting
-        for field, value in masking.changed(*SUBSET_FIELDS).items():
+        for field, value in masking.changed(*TOKEN_SUBSET_FIELDS).items():
             refuse(f"masking.{field}", value, f"with {setting}: nothing is masked where next tokens are learned")
         rule = f"be one that does not follow errors at masked tokens: with {setting} none are masked at first"
         require(not masking.is_adaptive(), "masking.strategy", rule, got=masking.strategy)
@@ -293,6 +294,8 @@ def _check_schedule(config: RunConfig) -> None:
 
 
 def _check_masking_schedule(config: RunConfig) -> None:
+    """Refuses a mask rate that changes where the training-free head needs the number of targets: with random negatives,
+    and with `bias: once` (each candidate weighs 1, however often it occurs)."""
     masking, objective = config.masking, config.objective
     if masking is not None and (objective.negatives or objective.bias == "once"):
         setting = "negatives" if objective.negatives else "bias: once"
@@ -322,6 +325,8 @@ def _check_resume(config: RunConfig) -> None:
 
 
 def _check_init(config: RunConfig) -> None:
+    """Refuses `finetune` and `probe`, which start the head as a copy of the embedding, where no such head is trained.
+    `continue` trains all loaded weights, `table` only the embedding under a frozen body."""
     init = config.init
     if init is None or not init.copies_embedding():
         return

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from megahead.config.masking import MaskingConfig
     from megahead.config.run import RunConfig
 
-SUBSET_FIELDS = ("masks_from_layer", "mask_decoder_layers", "dropping")
+TOKEN_SUBSET_FIELDS = ("masks_from_layer", "mask_decoder_layers", "dropping")
 """Fields of `masking` that give a model such layers."""
 
 
@@ -62,7 +62,7 @@ def check_token_subsets(masking: MaskingConfig, config: RunConfig) -> None:
     model, init, first_masked = config.model, config.init, masking.masks_from_layer
     rule = f"be below model.num_layers ({model.num_layers})"
     require(first_masked < model.num_layers, "masking.masks_from_layer", rule, got=first_masked)
-    for field, value in masking.changed(*SUBSET_FIELDS).items():
+    for field, value in masking.changed(*TOKEN_SUBSET_FIELDS).items():
         if config.parallel.sequence:
             refuse(f"masking.{field}", value, "with parallel.sequence, which splits whole rows")
         if masking.mask_share == 0 and field != "dropping":

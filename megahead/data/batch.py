@@ -168,7 +168,7 @@ class EncoderRows:
     maskable_BT: Array
     """bool: tokens of the text that are not special."""
 
-    ends_BT: Array
+    document_ends_BT: Array
     """bool: the last token of each document, where another follows it in the row's text."""
 
     positions_BT: Tensor | None
@@ -209,17 +209,17 @@ class EncoderRowBuilder:
         tokens_BT[:, 1:-1] = np.where(token_ids < 0, self.end_token, token_ids)
         last_B = 1 + (token_ids >= 0).sum(1)
         tokens_BT[np.arange(rows), last_B] = self.masking.sep_token
-        ends_BT = tokens_BT == self.end_token
+        document_ends_BT = tokens_BT == self.end_token
         if document_starts is not None:
-            ends_BT[:, 1:length] |= document_starts[:, 1:]  # the token before a document's first
+            document_ends_BT[:, 1:length] |= document_starts[:, 1:]  # the token before a document's first
         column_T = np.arange(length + 2)
-        ends_BT &= column_T < last_B[:, None] - 1
+        document_ends_BT &= column_T < last_B[:, None] - 1
         last_token_BT = column_T == last_B[:, None]
         if self.isolate_documents:
-            last_token_BT |= ends_BT
+            last_token_BT |= document_ends_BT
         has_several = bool((token_ids < 0).any()) or bool(last_token_BT[:, :-1].any())
         positions_BT = document_positions(last_token_BT) if has_several else None
-        return EncoderRows(tokens_BT, ~np.isin(tokens_BT, self.unmaskable()), ends_BT, positions_BT)
+        return EncoderRows(tokens_BT, ~np.isin(tokens_BT, self.unmaskable()), document_ends_BT, positions_BT)
 
 
 @dataclass(frozen=True)
@@ -240,7 +240,7 @@ class CausalEncoderCollator(RowCollator):
         has_target_BT = np.zeros(rows.tokens_BT.shape, bool)
         has_target_BT[:, :-2] = token_ids >= 0
         if not self.boundary_targets:
-            has_target_BT &= ~rows.ends_BT
+            has_target_BT &= ~rows.document_ends_BT
         batch = rows.to_batch(has_target_BT, rows.tokens_BT)
         next_ids_N = batch.input_ids_BT.reshape(-1)[batch.target_index_N + 1]
         return replace(batch, target_ids_N=next_ids_N, max_targets_per_row=None)

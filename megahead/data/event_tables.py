@@ -19,7 +19,7 @@ from megahead.data.indexed import Array
 from megahead.errors import DataError, FieldError
 from megahead.wording import did_you_mean
 
-_DELIMITERS = {".csv": ",", ".tsv": "\t", ".inter": "\t"}
+_DELIMITERS = {".csv": ",", ".tsv": "\t", ".inter": "\t"}  # .inter: RecBole's interactions
 _COMPRESSIONS = (".gz", ".zst")
 
 

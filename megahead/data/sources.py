@@ -184,7 +184,7 @@ def split_text_lines(inputs: Sequence[Input]) -> list[Input]:
     def split_lines(item: Input) -> Chunker:
         if item.split is _chunk_archive:
             return partial(_chunk_archive, chunkers=chunkers)
-        return lines if item.split is _chunk_text and ".txt" in item.path.suffixes else item.split
+        return lines if item.split is _chunk_text and _text_suffix(item.path) == ".txt" else item.split
 
     return [replace(item, split=split_lines(item)) for item in inputs]
 
@@ -268,6 +268,11 @@ def _make_input(path: Path) -> Input:
         if path.name.endswith(suffix):
             return Input(path, (path,), path.name.removesuffix(suffix), _file_bytes(path), split)
     raise DataError(f"`{path}` must end in {SUFFIXES}, {', '.join(ARCHIVES)}, but does not; convert or rename it.")
+
+
+def _text_suffix(path: Path) -> str:
+    """The suffix of a file of text, without the one of its compression."""
+    return Path(path.stem).suffix if path.suffix in DECOMPRESSORS else path.suffix
 
 
 def _file_bytes(path: Path) -> int:
@@ -391,7 +396,7 @@ def _chunk_csv(path: Path, selection: Selection) -> Iterator[Chunk]:
                 yield row
 
     csv.field_size_limit(MAX_TEXT_BYTES)
-    reader = csv.reader(text_lines(), delimiter="\t" if ".tsv" in path.suffixes else ",")
+    reader = csv.reader(text_lines(), delimiter="\t" if _text_suffix(path) == ".tsv" else ",")
     try:
         rows = read_rows()
         names = next(rows, [])
@@ -408,9 +413,8 @@ def _read_whole(path: Path, reason: str) -> bytes:
     for block, _ in read_blocks(path):
         data += block
         if len(data) > MAX_TEXT_BYTES:
-            suffix = next(suffix for suffix in _TEXT_CHUNKERS if suffix in path.suffixes)
             raise DataError(
-                f"`{path}` must be shorter than 1 GiB, as a {suffix} file is {reason}, but is longer; "
+                f"`{path}` must be shorter than 1 GiB, as a {_text_suffix(path)} file is {reason}, but is longer; "
                 "turn it into .jsonl with one document a line."
             )
     return bytes(data)
@@ -445,13 +449,13 @@ def _chunk_archive(path: Path, selection: Selection, chunkers: Mapping[str, Chun
         with path.open("rb") as archive:
             for name, content in read_members(archive):
                 suffix = next((suffix for suffix in chunkers if name.endswith(suffix)), None)
-                if suffix is None or PurePosixPath(name).name.startswith("."):
+                if suffix is None or any(part.startswith(".") for part in PurePosixPath(name).parts if part != ".."):
                     continue
                 is_empty = False
-                for chunk in _chunk_member(content, suffix, chunkers[suffix], selection):
+                for chunk in _chunk_member(content, f"{path}/{name}", suffix, chunkers[suffix], selection):
                     disk_bytes = max(0, archive.tell() - position)  # a member's first chunk counts all of it
                     position += disk_bytes
-                    yield replace(chunk, path=f"{path}/{name}", disk_bytes=disk_bytes)
+                    yield replace(chunk, disk_bytes=disk_bytes)
     except DataError as error:
         raise DataError(f"`{path}` must hold text that can be read, but does not: {error}") from error
     except (tarfile.TarError, zipfile.BadZipFile, OSError, EOFError, RuntimeError, zlib.error) as error:
@@ -460,12 +464,17 @@ def _chunk_archive(path: Path, selection: Selection, chunkers: Mapping[str, Chun
         raise DataError(f"`{path}` must hold files that end in one of {', '.join(CHUNKERS)}, but holds none.")
 
 
-def _chunk_member(content: IO[bytes], suffix: str, split: Chunker, selection: Selection) -> Iterator[Chunk]:
+def _chunk_member(content: IO[bytes], path: str, suffix: str, split: Chunker, selection: Selection) -> Iterator[Chunk]:
+    """The chunks of an archive's member, which errors name by `path`."""
     with TemporaryDirectory() as folder:  # tables need random access, and decompressors need a file
         file = Path(folder, f"member{suffix}")
         with file.open("wb") as output:
             shutil.copyfileobj(content, output, 1 << 20)
-        yield from split(file, selection)
+        try:
+            for chunk in split(file, selection):
+                yield replace(chunk, path=path)
+        except DataError as error:
+            raise DataError(str(error).replace(str(file), path)) from error
 
 
 def _tar_members(file: IO[bytes]) -> Iterator[tuple[str, IO[bytes]]]:

@@ -169,8 +169,8 @@ def _add_gradients(optimizer: Any, clear_lp_grads: bool = False) -> None:
 
 
 def mark_gradients(optimizer: Any) -> None:
-    """Marks all gradients of DeepSpeed's bf16 `optimizer` as present, since it reads only sums of gradients it has
-    seen."""
+    """Marks every parameter of DeepSpeed's bf16 `optimizer` as having a gradient: it reads no fp32 sum of a parameter
+    that is not marked."""
     for index, parameters in enumerate(optimizer.bf16_groups):
         optimizer.fp32_groups_has_gradients[index] = [True] * len(parameters)
 

@@ -169,7 +169,7 @@ class Engine:
 
     `module(batch)` returns a loss scaled as `sum * data_ranks * accumulation / global_targets`, with a gradient for
     every trainable parameter. `optimizer` is an `AdamW` or a `Muon` over the module's trainable parameters, `config`
-    is `RunPlan.deepspeed`. At stage 3 the module's parameters are empty outside of its forward: read `tensors`.
+    is `RunPlan.deepspeed`. At stage 3 the module's parameters are empty outside of its forward; `tensors()` has them.
 
     `weights` has the full (unsharded) initial tensors by parameter name. They are read one at a time: `module` may be
     unallocated (see `build_parallel_model`), so that at stage 3 no rank has the full model in memory.
@@ -198,7 +198,7 @@ class Engine:
         self._deepspeed = start_deepspeed(module, optimizer, config, mesh, device)
         fuse_gradient_accumulation(self._deepspeed.optimizer)
         self._reduces_gradients = self._stage < 2 and not hasattr(self._deepspeed.optimizer, "reduce_gradients")
-        # else DeepSpeed reduces in its backward, where it ignores the bucket size
+        # if true, in `micro_step`: DeepSpeed's backward would ignore the bucket size
         self._deepspeed.enable_backward_allreduce = not self._reduces_gradients
         states, dims = open_parameter_states(self._deepspeed, self._stage, mesh.data_group), shard_dims(module)
         parameters = self._saved_parameters()

@@ -49,7 +49,8 @@ class SearchData:
 
 
 def read_searches(path: Path, limit: int | None) -> Sequence[Row | Example]:
-    """The examples of the task `retrieval`, to validate its file: articles, or pairs of a query and an answer."""
+    """The examples of the task `retrieval`, to validate its file: pairs of a query and an answer, or articles, of which
+    title and first sentence are the queries, and the rest is the answer."""
     return read_search_data(path, limit=limit).pairs() if has_queries(path) else read_articles(path, limit)
 
 
@@ -99,8 +100,8 @@ def read_tuning_data(path: Path) -> tuple[list[Example], SearchData]:
 
 
 def _held_out_queries(pairs: Sequence[Example]) -> set[str]:
-    """At most a tenth of the queries. Goes through the groups of `_group_queries` in order, and takes each with which
-    at most a tenth of the queries so far are held out."""
+    """At most a tenth of the queries. Goes through the groups of `_group_queries` in order, and holds a group out if at
+    most a tenth of all queries up to and including it are held out then."""
     held_out, num_queries = set[str](), 0
     for queries in _group_queries(pairs):
         num_queries += len(queries)
@@ -165,6 +166,8 @@ class ContrastiveSettings(FineTuningSettings):
     """Settings of a contrastive run; a batch's pairs are negatives for each other."""
 
     loss: LossName = "regular"
+    """Not read: there are no classes to balance."""
+
     learning_rate: float = 1e-4
     weight_decay: float = 0.01
     batch_size: int = 64

@@ -94,7 +94,7 @@ class SettingNames:
     """Settings of megahead that config.json must have."""
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of megahead where config.json lacks them; the family is one."""
+    """Values of megahead's settings, `family` among them, that hold where config.json has no key for the setting."""
 
     required_values: Mapping[str, Any] = field(default_factory=dict)
     """Keys of config.json, each with the only value that is supported."""

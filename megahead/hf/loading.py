@@ -158,8 +158,9 @@ def load_tokenizer_folder(folder: Path) -> Any:
 
 
 def _padding_token(tokenizer: Any, hf_config: Mapping[str, Any]) -> str | None:
-    """Returns the padding token: in a RoBERTa by its position offset; else the tokenizer's, by its name or spelling;
-    else its end token. No text contains this token, so a classifier finds the last token before the padding."""
+    """Returns the padding token: in a RoBERTa the id before its position offset; else the one that the tokenizer names,
+    or a token spelled like one ([PAD], <pad>); else the end token. No text contains it, so a classifier finds the last
+    token before the padding."""
     if hf_config.get("model_type") in WITH_POSITION_OFFSET:
         token: str | None = tokenizer.convert_ids_to_tokens(position_offset(hf_config) - 1)
         return token

@@ -44,7 +44,8 @@ class Candidates:
 
     sampling_bias_U: Tensor | None = None
     """Replaces `bias_U` of each output's own target when ELECTRA's generator samples from the softmax: the log of the
-    mean exp(bias) that the id has among all other targets; None: `bias_U`."""
+    weight exp(bias) that the id would have without this occurrence as a target (its mean over groups, where the
+    distribution of targets is known); None: `bias_U`."""
 
     def apply_weights(self, values_N: Tensor) -> Tensor:
         """[N]: each output's value times its weight."""
@@ -160,7 +161,7 @@ def log_mean_weight(
     bias: BiasRule, log_q_V: Tensor, num_targets: float, log_r_V: Tensor | None = None, num_negatives: int = 0
 ) -> Tensor:
     """float64: log of the mean weight exp(b) of each id in a group of `num_targets` targets and `num_negatives` random
-    negatives; an absent id has weight 0. Excludes the -log pi of `corrected`."""
+    negatives; an absent id has weight 0. For `corrected` the weight of a present id is taken as 1, not 1 / pi."""
     if bias in ("once", "corrected"):
         return log_inclusion(log_q_V, num_targets, log_r_V, num_negatives)
     weight_V = num_targets * log_q_V.double().exp()

@@ -58,7 +58,8 @@ class ScoreGradients(NamedTuple):
     loss_n: Tensor
     """Each output's loss, over all ranks' candidates."""
     matrix_nw: Tensor
-    """The gradient w.r.t. this rank's scores, divided by `weight_n1`, in the products' dtype; a reused buffer."""
+    """`weight_n1 * matrix_nw` is the gradient w.r.t. this rank's scores. In the products' dtype; the next chunk
+    overwrites it."""
     weight_n1: Tensor | None
     """Factors of the rows of `matrix_nw`; None: ones."""
     derivatives_nw: Tensor | None = None
@@ -269,10 +270,10 @@ def fused_softmax_loss(
 
     outputs_ND, rows_wD: results of `score.transform_outputs` and `score.transform_rows`.
 
-    `candidates`: this rank's biases [w] (-inf: padding; `as_target_bias_U`: instead of them, for the outputs whose
-    target the candidate is), and targets as indices into them (out of range: another rank's). The outputs' gradient is
-    summed over the ranks. Saves for the backward pass only both gradients, N x D in the inputs' dtype (on CPUs float32)
-    and w x D in float32. Collective.
+    `candidates`: this rank's biases [w] (-inf: padding), and targets as indices into this rank's rows (out of range:
+    another rank's). `as_target_bias_U` replaces the bias of a candidate for the outputs whose target it is. The
+    outputs' gradient is summed over the ranks. Saves for the backward pass only both gradients, N x D in the inputs'
+    dtype (on CPUs float32) and w x D in float32. Collective.
     """
     dtype, bias_w = loss_dtype(outputs_ND, rows_wD, score), candidates.bias_U
     if bias_w is not None and bias_w.requires_grad and not candidates.target_logit_has_bias:

@@ -82,8 +82,8 @@ class MultiToken(Auxiliary):
 
 
 def num_preceding_targets(batch: Batch) -> Tensor:
-    """int64 [M]: how many consecutive positions directly before each one have a target, in its document (in its row,
-    if documents attend to each other). Heads may predict its target from these positions."""
+    """int64 [M]: how many positions directly before each one have a target without a gap, in its document (in its row,
+    if documents attend to each other); 0 where it has no target itself. Heads may predict its target from these."""
     rows, length = batch.input_ids_BT.shape
     position_M = documents_of(batch).positions_BT.expand(rows, length).flatten().numpy()
     index_M = np.arange(len(position_M))

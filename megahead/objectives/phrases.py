@@ -150,8 +150,8 @@ class SharedPhrases:
             in_group_P = end_P // group_size == start // group_size
             ends_Q = np.unique(end_P[in_group_P])
             candidates_K = start + np.flatnonzero(is_unmasked_M[start : start + group_size])
-            row_P = np.searchsorted(ends_Q, end_P[in_group_P])
-            positives_QR = _group_by_row(row_P, np.searchsorted(candidates_K, positive_P[in_group_P]))
+            end_index_P = np.searchsorted(ends_Q, end_P[in_group_P])
+            positives_QR = _group_by_end(end_index_P, np.searchsorted(candidates_K, positive_P[in_group_P]))
             ends, candidates, positives = map(torch.from_numpy, (ends_Q, candidates_K, positives_QR))
             groups.append(MaskedPhrases(ends, candidates, positives, row_length))
         return tuple(groups)
@@ -172,7 +172,8 @@ class SharedPhrases:
 
 @dataclass(frozen=True)
 class PhraseCollator(RowCollator):
-    """Masks rows by `inner`, with the phrases that rows of a group share. Masks depend only on the group's samples."""
+    """Masks rows as `inner` does, but phrases that several rows of a group share as units. Masks depend only on the
+    group's samples."""
 
     inner: MaskingCollator
     settings: PhrasesConfig
@@ -188,7 +189,8 @@ class PhraseCollator(RowCollator):
 
 @dataclass(frozen=True)
 class _PhraseStrategy(Strategy):
-    """Masks phrases as units, which share a part of each row's weight; between them are the units of `strategy`."""
+    """Masks phrases as units. All phrases of a row together get `settings.share` of its weight; the units of `strategy`
+    between them get the rest."""
 
     strategy: Strategy
     phrases: SharedPhrases
@@ -217,12 +219,12 @@ def _compute_phrase_ids(rows: EncoderRows, settings: PhrasesConfig) -> list[Arra
     """`SharedPhrases.phrase_ids_LM`, int64 [M] for each length. Phrases of length n + 1 extend those of length n."""
     num_rows, row_length = rows.tokens_BT.shape
     token_M = np.where(rows.maskable_BT, rows.tokens_BT, -1).reshape(-1)
-    is_end_M, base, phrase_ids = rows.ends_BT.reshape(-1), int(token_M.max(initial=0)) + 1, []
+    is_document_end_M, base, phrase_ids = rows.document_ends_BT.reshape(-1), int(token_M.max(initial=0)) + 1, []
     phrase_id_M = np.where(token_M >= 0, np.arange(len(token_M)) // (settings.group_samples * row_length), -1)
     for last in range(settings.longest):
         first_P = np.flatnonzero(phrase_id_M[: len(token_M) - last] >= 0)
         is_phrase_P = token_M[first_P + last] >= 0  # false across rows, which start with a special token
-        is_phrase_P &= ~is_end_M[first_P + last - 1] | (last == 0)
+        is_phrase_P &= ~is_document_end_M[first_P + last - 1] | (last == 0)
         first_P = first_P[is_phrase_P]
         _, id_P = np.unique(phrase_id_M[first_P] * base + token_M[first_P + last], return_inverse=True)
         id_and_row = np.unique(id_P * num_rows + first_P // row_length)
@@ -241,11 +243,11 @@ def _matching_pairs(index_S: Array, phrase_id_M: Array) -> tuple[Array, Array]:
     return np.repeat(index_S, count_S), order_M[np.repeat(start_S, count_S) + _concatenated_ranges(count_S)]
 
 
-def _group_by_row(row_P: Array, value_P: Array) -> Array:
+def _group_by_end(end_index_P: Array, value_P: Array) -> Array:
     """int64 [Q, R]: the values of each end, padded with -1; R is at least 1."""
-    order_P, count_Q = np.argsort(row_P, kind="stable"), np.bincount(row_P)
+    order_P, count_Q = np.argsort(end_index_P, kind="stable"), np.bincount(end_index_P)
     values_QR = np.full((len(count_Q), count_Q.max(initial=1)), -1)
-    values_QR[row_P[order_P], _concatenated_ranges(count_Q)] = value_P[order_P]
+    values_QR[end_index_P[order_P], _concatenated_ranges(count_Q)] = value_P[order_P]
     return values_QR
 
 

@@ -85,7 +85,8 @@ def draw_curves(runs: Sequence[RunMetrics]) -> Figure:
 
 
 def _draw_line(axes: Axes, panel: Panel, x: Any, y: Any, color: str, *, label_end: bool) -> None:
-    """Draws noisy values in a light tone, and their running mean over them; few values as dots."""
+    """Draws a line; of noisy values the running mean, over the values themselves in a light tone. Values of panels with
+    `dots` (a few evaluations) are marked."""
     if not panel.dots and not panel.noise_free:
         axes.plot(x, y, color=color, alpha=0.22, linewidth=0.8)
     smooth, marker = panel.smoothed(y), "o" if panel.dots else ""

@@ -56,8 +56,16 @@ TRAINING = (
     *(Panel(c.key, c.title, c.note, from_zero=c.from_zero, percent=c.percent) for c in auxiliary_curves()),
     Panel("mfu", "Model FLOPs utilisation", "share of the devices' peak", percent=True, from_zero=True),
 )
+# gradient_share: of the loss's gradient w.r.t. the scores, the part that the rows pass on to the outputs; the rest is
+# lost, since D features are fewer than candidates (evaluate/geometry.py measures these).
 GEOMETRY = (
-    Panel("gradient_share", "Gradient that passes the head", "share of its squared norm", percent=True, dots=True),
+    Panel(
+        "gradient_share",
+        "Gradient that reaches the outputs",
+        "share of its squared norm",
+        percent=True,
+        dots=True,
+    ),
     Panel("output_rank", "Effective rank of outputs", "at most the width", from_zero=True, dots=True),
     Panel("embedding_rank", "Effective rank of the embedding", "at most the width", from_zero=True, dots=True),
     Panel("output_anisotropy", "Anisotropy of outputs", "mean cosine of two", dots=True),

@@ -252,7 +252,7 @@ def vector_with_norm(norm: Tensor, like: Tensor) -> Tensor:
 GRAD_NORM_PROXY_SIZE = 4096
 """Elements of `grad_norm_proxy`: the gradient of each is 1/64 of the norm, far below fp16's largest number."""
 _BLOCK_ROWS = 1 << 14
-"""Rows of all ranks in a block."""
+"""Rows in a block: of one rank in `OwnedRows.blocks`, of all ranks together in `weight_blocks`."""
 
 
 class ShardedEmbedding(nn.Module):
@@ -284,7 +284,7 @@ class ShardedEmbedding(nn.Module):
         self._current_nD: Tensor | None = None
 
     def forward(self, ids: Tensor, scattered_ids_U: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """[..., D]: rows of `ids` on every tensor rank, all with the same gradient.
+        """[..., D]: rows of `ids`, which are the same on every tensor rank, as is their gradient: it counts once.
 
         With `scattered_ids_U` also [u, D]: the rows of this tensor rank's slice of these ids.
         U must be a multiple of the tensor ranks; the row of id -1 is zero.

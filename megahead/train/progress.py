@@ -34,7 +34,7 @@ from megahead.engine.engine import Engine
 from megahead.errors import CheckpointError
 from megahead.run_folder import RunFolder
 from megahead.train.datasets import saved_config
-from megahead.train.start import CheckpointWithHead, refuse_damaged
+from megahead.train.start import WithInitialHead, refuse_damaged
 
 _KEPT_COUNTERS = {
     "samples": int,
@@ -187,7 +187,7 @@ class CapturedCheckpoint:
     """One rank's part of a checkpoint, captured after a step and written while training continues."""
 
     header: Header
-    """The checkpoint's name and parents, the counters, and the phase's config; the same on all ranks."""
+    """The checkpoint's name and ancestors, the counters, and the phase's config; the same on all ranks."""
 
     snapshot: Snapshot
 
@@ -247,18 +247,19 @@ class RunHistory:
         return checkpoint.folder.parent.resolve() == self.root.resolve()
 
     def last_common_step(self) -> int:
-        """The step of the newest checkpoint that is in the history of both the weights and the disk; log records up to
-        it are valid."""
+        """The step of the newest checkpoint that the disk's `latest` leads to and from which the present weights
+        descend; log records up to it are valid."""
         names = history(DiskStorage(self.root))
-        return max((step_of(name) for name in names if is_ancestor(name, self.ancestry.parents)), default=0)
+        return max((step_of(name) for name in names if is_ancestor(name, self.ancestry.ancestors)), default=0)
 
     def orphaned_by_next_save(self) -> list[str]:
-        """Names in the history of the disk that are not ancestors of the weights: the next save makes them orphans."""
-        return [name for name in history(DiskStorage(self.root)) if not is_ancestor(name, self.ancestry.parents)]
+        """Checkpoints that the disk's `latest` leads to, but from which the present weights do not descend: the next
+        save makes them orphans."""
+        return [name for name in history(DiskStorage(self.root)) if not is_ancestor(name, self.ancestry.ancestors)]
 
     def folders(self) -> list[Path]:
         """The existing ancestors, the newest first."""
-        return [self.root / name for name in ancestors_among(self.ancestry.parents, DiskStorage(self.root).names())]
+        return [self.root / name for name in ancestors_among(self.ancestry.ancestors, DiskStorage(self.root).names())]
 
 
 @dataclass(frozen=True)
@@ -289,7 +290,7 @@ class Progress:
         counters |= {"scale": self.engine.loss_scale.state(), "phase_began": self.phase.steps.start}
         settings = self.phase.config.model_dump(mode="json")
         ancestry = self.history.ancestry
-        header = Header(name, self.state.step, counters, settings, ancestry.parents, ancestry.orphaned)
+        header = Header(name, self.state.step, counters, settings, ancestry.ancestors, ancestry.orphaned)
         return CapturedCheckpoint(header, snapshot)
 
     def resume_from(self, checkpoint: Checkpoint) -> None:
@@ -316,7 +317,8 @@ class Progress:
         return checkpoint.folder
 
     def _load(self, checkpoint: Checkpoint) -> None:
-        self.engine.load(CheckpointWithHead(checkpoint), checkpoint.state_value("optimizer_steps", int))
+        """Loads weights and optimizer state; a trained head that it lacks gets its initial values."""
+        self.engine.load(WithInitialHead(checkpoint), checkpoint.state_value("optimizer_steps", int))
         self.engine.loss_scale.restore(checkpoint.state_value("scale", dict, default={}))
 
     def _reset_after_phase_change(self, checkpoint: Checkpoint) -> None:

@@ -161,7 +161,7 @@ def _find_requested(resume: str, folder: RunFolder, world_group: Group) -> Path 
 
 
 @dataclass(frozen=True)
-class CheckpointWithHead:
+class WithInitialHead:
     """The tensors of `checkpoint`, which must be finite. If it has no head, also an initial one, with optimizer moments
     of 0."""
 
@@ -271,7 +271,7 @@ def _checkpoint_weights(
                 f"{checkpoint.folder} must hold {name} of shape {tuple(shape)}, but has {checkpoint.shape(name)} "
                 "instead; give `model` the sizes of that run."
             )
-    source = CheckpointWithHead(checkpoint)
+    source = WithInitialHead(checkpoint)
     return MappedTensors(lambda name: (source, f"{prefix}/{name}"))
 
 

@@ -139,7 +139,7 @@ class Histories:
             name = self.chance.choice(older)
             checkpoint = open_checkpoint(place.root / name)
         ancestry = Ancestry.of(name, checkpoint and checkpoint.manifest, place.names(), seen.names)
-        assert set(ancestry.parents) == set(self.chain(name))
+        assert set(ancestry.ancestors) == set(self.chain(name))
         lease = RemoteLease(self.remote.store, folder, f"{disk} {self.chance.random()}", seen)
         lease.acquire()
         for other in self.sessions.values():
@@ -187,7 +187,7 @@ class Histories:
         before, latest = place.names(), place.latest.name
         snapshot = Snapshot.take([("w", torch.full((3,), float(len(self.parents))))], Group())
         header = Header(
-            name, session.step, {"step": session.step}, {}, session.ancestry.parents, session.ancestry.orphaned
+            name, session.step, {"step": session.step}, {}, session.ancestry.ancestors, session.ancestry.orphaned
         )
         with killed_at(10_000 if killed is None else killed, *ON_DISK):
             write_snapshot(place.root, header, snapshot, Group(), RULES)
@@ -215,7 +215,7 @@ class Histories:
     def roll_back(self, disk: str) -> None:
         """To an earlier one of what led to the session's weights."""
         session = self.sessions[disk]
-        there = self.valid(disk, list(session.ancestry.parents))
+        there = self.valid(disk, list(session.ancestry.ancestors))
         if there:
             session.ancestry.roll_back(self.chance.choice(there))
             session.step, session.has_saved = session.ancestry.step, False

@@ -140,7 +140,7 @@ def test_one_of_an_earlier_version_leaves_another_of_its_name_as_it_is(url: str,
     """Their names have no digits, and could be used twice."""
     run = tmp_path / "first"
     for root, folder in ((tmp_path / "store", folder_of(tmp_path / "store", 3)), (run, save(run, 3, value=9.0))):
-        manifest = Manifest.read(folder).model_copy(update={"parents": (), "orphaned": ()})
+        manifest = Manifest.read(folder).model_copy(update={"ancestors": (), "orphaned": ()})
         manifest.write(folder)
         folder.rename(root / "checkpoints/step-00000003")
     for _ in range(2):

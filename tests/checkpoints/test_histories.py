@@ -113,7 +113,7 @@ def test_neither_milestones_nor_the_best_of_another_history_count(tmp_path: Path
 def test_names_are_never_used_twice_and_each_names_its_parents(tmp_path: Path) -> None:
     first, second, back = save(tmp_path, 2), save(tmp_path, 4), save(tmp_path, 4, parent_step=2)
     assert len({first.name, second.name, back.name}) == 3
-    assert Manifest.read(second).parents == Manifest.read(back).parents == (first.name,)
+    assert Manifest.read(second).ancestors == Manifest.read(back).ancestors == (first.name,)
     assert (Manifest.read(second).orphaned, Manifest.read(back).orphaned) == ((), (second.name,))
     assert DiskStorage(tmp_path).latest == Latest(back.name, (first.name,))
 
@@ -138,7 +138,7 @@ def test_a_step_saved_again_with_an_evaluation_takes_no_older_ones_place(tmp_pat
 
 
 def test_folders_of_earlier_versions_are_continued(tmp_path: Path) -> None:
-    """They have no digits, and say nothing of their parents: each continues what has a lower step."""
+    """They have no digits, and say nothing of their ancestors: each continues what has a lower step."""
     for step in (2, 4, 6):
         as_before(save(tmp_path, step, keep=9))
     (tmp_path / "latest").write_text("step-00000006\n")
@@ -154,7 +154,7 @@ def test_folders_of_earlier_versions_are_continued(tmp_path: Path) -> None:
 
 def as_before(folder: Path) -> None:
     """As an earlier version would have written it."""
-    manifest = Manifest.read(folder).model_copy(update={"parents": (), "orphaned": ()})
+    manifest = Manifest.read(folder).model_copy(update={"ancestors": (), "orphaned": ()})
     manifest.write(folder)
     folder.rename(folder.with_name(f"step-{manifest.step:08d}"))
 

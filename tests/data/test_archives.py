@@ -63,6 +63,19 @@ def test_an_archive_is_its_members_in_order(name: str, members: list[Path], tmp_
         texts_of(archive)
 
 
+def test_hidden_folders_of_an_archive_are_ignored_and_errors_name_its_members(tmp_path: Path) -> None:
+    (tmp_path / "a.tsv.csv").write_text("text,id\n1\t2,3\n")
+    with tarfile.open(tmp_path / "all.tar", "w") as tar:
+        for name in ("./a.tsv.csv", ".git/a.csv", "sub/.cache/a.csv"):
+            tar.add(tmp_path / "a.tsv.csv", name)
+    assert texts_of(tmp_path / "all.tar") == ["1\t2"]
+    (tmp_path / "bad.csv").write_bytes(b"text\n\xff\n")
+    with zipfile.ZipFile(tmp_path / "all.zip", "w") as archive:
+        archive.write(tmp_path / "bad.csv", "sub/bad.csv")
+    with pytest.raises(DataError, match=r"all\.zip/sub/bad\.csv` must be a table in UTF-8"):
+        texts_of(tmp_path / "all.zip")
+
+
 def test_a_folder_ignores_archives_as_other_unknown_files(members: list[Path]) -> None:
     (members[0].parent / "images.zip").write_bytes(b"")
     assert "images.zip" not in [item.path.name for item in find_inputs(members[0].parent)]

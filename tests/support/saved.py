@@ -30,7 +30,7 @@ def save_checkpoint(
     None for `step`; all others are orphaned."""
     snapshot = Snapshot.take(tensors, group)
     ancestry = read_ancestry(root, step if parent_step is None else parent_step) if group.rank == 0 else Ancestry()
-    header = Header(new_checkpoint_name(step), step, state, config, ancestry.parents, ancestry.orphaned)
+    header = Header(new_checkpoint_name(step), step, state, config, ancestry.ancestors, ancestry.orphaned)
     return write_snapshot(root, group.broadcast_object(header), snapshot, group, rules)
 
 
