@@ -228,6 +228,13 @@ def test_a_missing_column_and_a_gated_dataset_are_named(
         preprocess(URL, tokenizer_path, tmp_path / "out")
 
 
+@pytest.mark.parametrize("name", ["squad", "a/b", "a/b/c"])
+def test_a_url_reads_back_as_it_is_written(name: str) -> None:
+    """Also the name of a dataset without an owner."""
+    url = f"hf://datasets/{name}?split=train&revision=main"
+    assert HubSplit.parse(url).url == url
+
+
 @pytest.mark.parametrize("url", ["hf://datasets/a/b", "hf://datasets/a/b/c/d?split=x", "hf://datasets/a?split=x&x=1"])
 def test_another_form_of_url_is_refused(url: str) -> None:
     with pytest.raises(FieldError, match="must be hf://datasets/OWNER/NAME"):
