@@ -16,6 +16,16 @@ LLAMA = {"model.family": "llama", "model.num_key_heads": 1, "model.qk_norm": Tru
 """On two tensor ranks both hold the one key head."""
 
 
+def assert_equals_plain(
+    folder: Path, objective: str, stage: int, tensor: int, data: int, changes: dict[str, Any]
+) -> None:
+    """With two micro-batches of each data rank a step. Plain torch has no table of rows."""
+    write_text(folder)
+    changes = {"batch.global_size": 4 * data} | changes
+    reference = plain_torch(config_of(folder, objective, **(changes | {"engine.embedding": "dense"})))
+    assert_equal(on_mesh(folder, objective, stage, tensor, data, **changes), reference)
+
+
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Course:
     folder = tmp_path_factory.mktemp("plain")
@@ -39,9 +49,7 @@ def test_a_llama_equals_plain_torch(
 
 @pytest.mark.parametrize(("objective", "stage", "tensor", "data"), [long("vanilla", 3, 2, 2), ("tied", 1, 2, 1)])
 def test_a_vanilla_llama_equals_plain_torch(tmp_path: Path, objective: str, stage: int, tensor: int, data: int) -> None:
-    write_text(tmp_path)
-    reference = plain_torch(config_of(tmp_path, objective, **LLAMA))
-    assert_equal(on_mesh(tmp_path, objective, stage, tensor, data, **LLAMA), reference)
+    assert_equals_plain(tmp_path, objective, stage, tensor, data, LLAMA)
 
 
 @pytest.mark.parametrize(("stage", "tensor", "data"), [long(2, 2, 2), (2, 1, 2), (0, 1, 1)])
@@ -72,9 +80,7 @@ GEMMA3 = {"model.family": "gemma3", "model.num_key_heads": 1, "model.local_windo
 def test_a_gpt2_and_a_gemma_equal_plain_torch(
     tmp_path: Path, objective: str, stage: int, tensor: int, data: int, changes: dict[str, Any]
 ) -> None:
-    write_text(tmp_path)
-    reference = plain_torch(config_of(tmp_path, objective, **(changes | {"engine.embedding": "dense"})))
-    assert_equal(on_mesh(tmp_path, objective, stage, tensor, data, **changes), reference)
+    assert_equals_plain(tmp_path, objective, stage, tensor, data, changes)
 
 
 BERT = {"family": "bert", "hidden_dropout": 0.0, "attention_dropout": 0.0}
@@ -111,10 +117,8 @@ DIFFUSION = {"masking": {"mask_token": 60, "cls_token": 61, "sep_token": 62, "sp
 def test_masked_diffusion_equals_plain_torch(
     tmp_path: Path, objective: str, stage: int, tensor: int, data: int, model: dict[str, Any], changes: dict[str, Any]
 ) -> None:
-    write_text(tmp_path)
     changes = {"model": ENCODER | model, **DIFFUSION, **changes}
-    reference = plain_torch(config_of(tmp_path, objective, **(changes | {"engine.embedding": "dense"})))
-    assert_equal(on_mesh(tmp_path, objective, stage, tensor, data, **changes), reference)
+    assert_equals_plain(tmp_path, objective, stage, tensor, data, changes)
 
 
 MASKING = {"mask_token": 60, "cls_token": 61, "sep_token": 62, "rate": 0.3}
@@ -141,10 +145,8 @@ BAG = {"objective.retromae.bag_weight": 0.5}
 def test_retromae_equals_plain_torch(
     tmp_path: Path, objective: str, stage: int, tensor: int, data: int, model: dict[str, Any], changes: dict[str, Any]
 ) -> None:
-    write_text(tmp_path)
     changes = {"model": ENCODER | model, **RETROMAE, **changes}
-    reference = plain_torch(config_of(tmp_path, objective, **(changes | {"engine.embedding": "dense"})))
-    assert_equal(on_mesh(tmp_path, objective, stage, tensor, data, **changes), reference)
+    assert_equals_plain(tmp_path, objective, stage, tensor, data, changes)
 
 
 @pytest.mark.parametrize(
@@ -161,10 +163,8 @@ def test_retromae_equals_plain_torch(
 def test_tsdae_equals_plain_torch(
     tmp_path: Path, objective: str, stage: int, tensor: int, data: int, model: dict[str, Any], changes: dict[str, Any]
 ) -> None:
-    write_text(tmp_path)
     changes = {"model": ENCODER | model, "masking": dict(MASKING), "objective.tsdae": {}, **changes}
-    reference = plain_torch(config_of(tmp_path, objective, **(changes | {"engine.embedding": "dense"})))
-    assert_equal(on_mesh(tmp_path, objective, stage, tensor, data, **changes), reference)
+    assert_equals_plain(tmp_path, objective, stage, tensor, data, changes)
 
 
 MULTI_TOKEN = {"objective.multi_token": {"heads": 2, "weight": 1.0}}
@@ -185,7 +185,5 @@ MULTI_TOKEN = {"objective.multi_token": {"heads": 2, "weight": 1.0}}
 def test_multi_token_prediction_equals_plain_torch(
     tmp_path: Path, objective: str, stage: int, tensor: int, data: int, changes: dict[str, Any]
 ) -> None:
-    write_text(tmp_path)
     changes = MULTI_TOKEN | changes
-    reference = plain_torch(config_of(tmp_path, objective, **(changes | {"engine.embedding": "dense"})))
-    assert_equal(on_mesh(tmp_path, objective, stage, tensor, data, **changes), reference)
+    assert_equals_plain(tmp_path, objective, stage, tensor, data, changes)
