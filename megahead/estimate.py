@@ -455,12 +455,13 @@ def _loss_bytes(plan: RunPlan, precision: str) -> float:
     """Bytes of outputs, candidate rows and their gradients, and of a chunk of scores (`losses.fused_softmax`).
 
     In half precision the rows' gradient is fp32. On GPUs a kernel computes the scores, except harmonic ones (minus the
-    logarithm of a distance), which are not linear in the products. A CPU in half precision has the kernel's chunks.
+    logarithm of a distance), which are not linear in the products.
     """
     config, micro_size, tensor = plan.config, plan.config.batch.micro_size, plan.config.parallel.tensor
     is_half, is_linear, total = precision != "fp32", config.objective.score != "harmonic", 0.0
-    is_kernel = is_linear and (is_half or plan.device == "cuda")
+    is_kernel = is_linear and plan.device == "cuda"
     sizes, score_size = (GPU_CHUNKS, gpu_score_bytes(precision)) if is_kernel else (CPU_CHUNKS, 4)
+    copy_size = 4 if not is_linear else 2 if precision == "bf16" and not is_kernel else 0  # derivatives, or bf16 scores
     groups = micro_size // min(plan.group_samples(), micro_size)
     shared = config.targets_per_row(), candidate_rows(config, plan.data_ranks)
     own = _auxiliary_targets(config, shared[1], plan.data_ranks)
@@ -473,7 +474,7 @@ def _loss_bytes(plan: RunPlan, precision: str) -> float:
             continue
         chunk = sizes.outputs_per_chunk(targets // groups, math.ceil(rows), score_size)
         matrices = 2 * (2 if is_half else 4) * (targets + groups * rows) + (4 * groups * rows if is_half else 0)
-        total += matrices * config.model.hidden_size + (score_size + (0 if is_linear else 4)) * chunk * rows
+        total += matrices * config.model.hidden_size + (score_size + copy_size) * chunk * rows
     if config.objective.auxiliary_or_empty().has_bag_of_words():
         # nine fp32 matrices [texts, ids] (measured: 64 texts, 30,522 ids)
         total += 9 * 4 * micro_size * own[1] / tensor
