@@ -109,7 +109,7 @@ def load_deepspeed(device: torch.device) -> ModuleType:
         )
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else g++ builds it when ranks connect (CPU)
     _import_deepspeed_muon()
-    _use_foreach_norms()
+    _use_foreach_norms(device)
     # gradient norms in fp32, as in torch: for fp64 each gradient would be copied at twice the size
     accelerator.is_fp64_supported = lambda: False
     # else each call runs numactl
@@ -175,23 +175,20 @@ def mark_gradients(optimizer: Any) -> None:
         optimizer.fp32_groups_has_gradients[index] = [True] * len(parameters)
 
 
-def _use_foreach_norms() -> None:
+def _use_foreach_norms(device: torch.device) -> None:
     """Has DeepSpeed's bf16 optimizer compute and clip the L2 norm of many gradients in one call each."""
     bf16 = importlib.import_module("deepspeed.runtime.bf16_optimizer")
-    utils = importlib.import_module("deepspeed.runtime.utils")
-    bf16.get_global_norm_of_tensors = partial(_global_norm, utils.get_global_norm_of_tensors)  # type: ignore[attr-defined]
+    bf16.get_global_norm_of_tensors = partial(_global_norm, device)  # type: ignore[attr-defined]
     bf16.clip_tensors_by_global_norm = _clip  # type: ignore[attr-defined]
 
 
 def _global_norm(
-    per_tensor: Any, input_tensors: list[torch.Tensor], norm_type: float = 2, mpu: Any = None, moe_ep_group: Any = None
+    device: torch.device, input_tensors: list[torch.Tensor], norm_type: float = 2, mpu: Any = None
 ) -> torch.Tensor:
-    """Replaces DeepSpeed's `get_global_norm_of_tensors` for L2 norms over at most the tensor ranks; the original,
-    `per_tensor`, computes others."""
-    if norm_type != 2 or moe_ep_group is not None or not input_tensors:
-        norm: torch.Tensor = per_tensor(input_tensors, norm_type, mpu, moe_ep_group)
-        return norm
-    squared = torch.stack(torch._foreach_norm([tensor.detach() for tensor in input_tensors])).square().sum()
+    """DeepSpeed's `get_global_norm_of_tensors` for L2 norms over tensor ranks, some of which may have no tensors."""
+    squared = torch.zeros((), device=device)
+    if input_tensors:
+        squared = torch.stack(torch._foreach_norm([tensor.detach() for tensor in input_tensors])).square().sum()
     if mpu is not None:
         dist.all_reduce(squared, group=mpu.get_model_parallel_group())
     norm = squared.sqrt()

@@ -6,7 +6,7 @@ Shape suffixes: U rows that this rank fetches, O rows of this rank that any rank
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from math import isfinite, nan
@@ -71,7 +71,7 @@ class ForwardTimer:
 # DeepSpeed's own clipping there does not return the norm, and applies a step whose gradients are not finite.
 
 
-def global_norm(parameters: Iterable[nn.Parameter], tensor_group: Group) -> Tensor:
+def global_norm(parameters: Sequence[nn.Parameter], tensor_group: Group) -> Tensor:
     """L2 norm of all gradients over the tensor ranks; [] on their device. One collective, without synchronizing.
     Gradients of parameters with `model_parallel = True` are sharded over the tensor ranks, others are replicated."""
     sharded: list[Tensor] = []
@@ -80,7 +80,7 @@ def global_norm(parameters: Iterable[nn.Parameter], tensor_group: Group) -> Tens
         if parameter.grad is not None:
             (sharded if getattr(parameter, "model_parallel", False) else replicated).append(parameter.grad)
     gradients = sharded + replicated if tensor_group.rank == 0 else sharded
-    squared = get_total_norm(gradients).square() if gradients else torch.zeros(())
+    squared = get_total_norm(gradients).square() if gradients else parameters[0].new_zeros(())
     return tensor_group.all_reduce_(squared).sqrt()
 
 
@@ -244,7 +244,7 @@ class Engine:
         if self._backward_done and self._reduces_gradients:
             self._deepspeed.allreduce_gradients(self._deepspeed.zero_reduce_bucket_size())
         if self._backward_done and self._stage == 0:  # launched before the host synchronizes to read the losses
-            self._grad_norm = global_norm(self.module.parameters(), self._mesh.tensor_group)
+            self._grad_norm = global_norm([*self.module.parameters()], self._mesh.tensor_group)
         if not self._backward_done:
             self._deepspeed.step()  # increments the micro-step count
         return loss

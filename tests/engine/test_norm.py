@@ -41,6 +41,15 @@ def test_zero_means_no_limit_and_no_gradients_mean_norm_zero() -> None:
     assert global_norm([nn.Parameter(torch.zeros(2))], Group()) == 0.0
 
 
+def test_a_tensor_rank_whose_gradients_are_all_replicated_adds_zero_on_their_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Group, "all_reduce_", lambda self, tensor: tensor)
+    replicated = nn.Parameter(torch.zeros(2, device="meta"))
+    replicated.grad = torch.zeros_like(replicated)
+    assert global_norm([replicated], Group(rank=1, size=2)).device == replicated.device
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_one_bad_entry_makes_the_norm_not_finite(bad: float) -> None:
     given = parameters(1.0)
