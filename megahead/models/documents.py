@@ -101,7 +101,8 @@ class Documents:
 
     def padded_cu_seqlens(self, multiple: int) -> Tensor:
         """`cu_seqlens` padded to a multiple by empty documents at the end, so that few shapes are compiled."""
-        return F.pad(self.cu_seqlens, (0, -len(self.cu_seqlens) % multiple), value=self.starts_BT.numel())
+        ends = self.cu_seqlens[-1:].expand(-len(self.cu_seqlens) % multiple)
+        return torch.cat([self.cu_seqlens, ends])
 
     @_LazyProperty
     def lengths(self) -> list[int]:

@@ -49,6 +49,7 @@ def test_padded_boundaries_add_documents_without_tokens(multiple: int, length: i
     assert padded.tolist() == [0, 3, 5, 6, 10] + [10] * (length - 5)
     assert padded.dtype == torch.int32
     assert Documents(POSITIONS, padded).lengths == [3, 2, 1, 4]
+    assert Documents.whole_rows(2, 5).padded_cu_seqlens(multiple).tolist() == [0, 5] + [10] * (-3 % multiple + 1)
 
 
 def test_whole_rows_are_documents_without_a_mask_of_their_own():
