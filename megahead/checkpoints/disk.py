@@ -115,7 +115,7 @@ class DiskStorage(Storage):
             if is_complete(successor):
                 self.remove(folder.name)
             else:
-                folder.rename(successor)
+                publish_folder(folder, successor)
 
 
 def find_checkpoint(path: Path) -> Path | None:

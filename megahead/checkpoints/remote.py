@@ -8,7 +8,6 @@ from collections.abc import Callable
 from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
 
 from megahead.background import submit
@@ -208,7 +207,7 @@ def newer_names(remote: RemoteStorage, folder: RunFolder, newer_than: int) -> li
         is_newer = step_of(name) > newer_than or (rolled_back and not is_ancestor(name, ancestry.ancestors))
         return is_newer and name not in ancestry.orphaned
 
-    return list(takewhile(is_preferred, names))
+    return list(filter(is_preferred, names))
 
 
 def read_ancestry(folder: RunFolder) -> Ancestry:

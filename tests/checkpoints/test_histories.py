@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megahead.checkpoints.disk import DiskStorage, find_checkpoint, orphaned_folders, step_folders
+from megahead.checkpoints.disk import DiskStorage, find_checkpoint, is_complete, orphaned_folders, step_folders
 from megahead.checkpoints.format import Manifest
 from megahead.checkpoints.reading import newest_valid, open_checkpoint
 from megahead.checkpoints.store import Latest, RetentionRules, ancestors_among, step_of
@@ -200,13 +200,20 @@ def loss_of(folder: Path) -> float:
     return float(open_checkpoint(folder).read("weight")[0])
 
 
-def test_one_that_a_crash_left_without_its_name_has_it_again_after_the_next_save(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_damaged_successor", [False, True])
+def test_one_that_a_crash_left_without_its_name_has_it_again_after_the_next_save(
+    tmp_path: Path, has_damaged_successor: bool
+) -> None:
     """Earlier versions renamed the old one of a step while the new one took its name."""
     as_before(save(tmp_path, 4))
-    (tmp_path / "step-00000004").rename(tmp_path / "step-00000004.replaced")
+    name = tmp_path / "step-00000004"
+    name.rename(f"{name}.replaced")
+    if has_damaged_successor:
+        shutil.copytree(f"{name}.replaced", name)
+        next(name.glob("*.safetensors")).write_bytes(b"")
     save(tmp_path, 8)
     assert steps_of_history(tmp_path) == [4, 8]
-    assert (tmp_path / "step-00000004").is_dir()
+    assert is_complete(name)
 
 
 def test_a_log_counts_up_to_where_the_history_that_is_resumed_left_the_present_one(tmp_path: Path) -> None:

@@ -36,6 +36,12 @@ def test_one_that_was_orphaned_in_the_mirror_alone_is_not_newer(url: str, tmp_pa
     assert steps_in_mirror(url) == [3, 6]
 
 
+def test_the_one_before_it_is_newer_than_what_is_sound_here(url: str, tmp_path: Path) -> None:
+    run = went_back(url, tmp_path)
+    shutil.rmtree(folder_of(run, 3))
+    assert fetched_step(url, run, than=-1) == 3  # step 4 is damaged
+
+
 def test_nor_is_it_what_the_run_means_by_its_mirrors_address(url: str, tmp_path: Path) -> None:
     run = went_back(url, tmp_path)
     assert fetch_checkpoint(url, RunFolder(run)).name == folder_of(run, 3).name
