@@ -65,6 +65,8 @@ def run() -> None:
     require_at_least(1, seeds=arguments.seeds, max_train_rows=arguments.max_train_rows, threads=arguments.threads)
     sources = DataSource(arguments.data)
     names = expand_task_names(arguments.task, sources, RETRIEVAL_PREFIX)
+    if arguments.loss and all(name.startswith(RETRIEVAL_PREFIX) for name in names):
+        raise FieldError("--loss", f"be left out with {RETRIEVAL_PREFIX}PATH, which has no classes", got=arguments.loss)
     tasks = [load_with_settings(name, sources, arguments) for name in names]
     if arguments.save:
         require_one_run(tasks, arguments)

@@ -136,7 +136,8 @@ def global_interval(hf_config: Mapping[str, Any], legacy_key: str, default: int,
     """Returns the distance from one global layer to the next: by `layer_types`, or else by the `legacy_key` of older
     versions. FieldError if layers are distributed in another way than with this `offset`."""
     num_layers, stored = hf_config["num_hidden_layers"], hf_config.get("layer_types")
-    interval = int(hf_config.get(legacy_key, default))
+    legacy_interval = hf_config.get(legacy_key)
+    interval = default if legacy_interval is None else int(legacy_interval)
     if stored is None:
         return interval
     distances = (layer + offset for layer, layer_type in enumerate(stored) if layer_type == GLOBAL)

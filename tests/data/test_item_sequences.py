@@ -195,6 +195,15 @@ def test_tables_without_sequences_are_refused(tmp_path: Path, text: str, options
     assert not list(tmp_path.glob("out*"))
 
 
+@pytest.mark.parametrize("kind", [pa.int32(), pa.float64(), pa.decimal128(24, 2)], ids=str)
+def test_numbers_that_are_whole_have_no_decimal_point(tmp_path: Path, kind: pa.DataType) -> None:
+    pq.write_table(
+        pa.table({"user": [5] * 4, "item": pa.array(range(4)).cast(kind), "time": range(4)}), tmp_path / "t.parquet"
+    )
+    preprocess_events([tmp_path / "t.parquet"], COLUMNS, tmp_path / "out")
+    assert {*ItemVocabulary.load(items_path(tmp_path / "out")).keys.to_pylist()} == {"0", "1", "2", "3"}
+
+
 @pytest.mark.parametrize(
     ("columns", "name", "message"),
     [

@@ -166,6 +166,10 @@ def test_the_command_on_two_ranks_equals_one_process(tmp_path: Path) -> None:
     [
         (["--seeds", 2, "--save", "F/new"], "`--save` must be given with one --model, one --task retrieval/PATH and"),
         (["--temperature", 0], "`--temperature` must be above 0"),
+        (
+            ["--loss", "balanced"],
+            "`--loss` must be left out with retrieval/PATH, which has no classes, but is balanced",
+        ),
         (["--batch-size", 1], "must have at least two queries of a batch on each of 1 rank, but has"),
         (["--task", "retrieval/F/none.jsonl"], "none.jsonl` must be a readable text file, but is not"),
         (["--task", "retrieval/F/few.jsonl"], "must hold pairs of at least 10 queries, of which one is held out"),

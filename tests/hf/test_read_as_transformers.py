@@ -16,7 +16,7 @@ from transformers import CONFIG_MAPPING
 from megahead.config.model import ModelConfig
 from megahead.errors import FieldError
 from megahead.hf.export import export
-from megahead.hf.families import filled_settings
+from megahead.hf.families import GLOBAL, LOCAL, filled_settings
 from megahead.hf.importing import from_hf
 from megahead.hf.loading import load_causal, load_masked
 from megahead.hf.registry import DECODERS, FAMILIES
@@ -42,6 +42,8 @@ CHANGES: list[tuple[str, dict[str, Any]]] = [
     ("gemma3_text", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
     ("gemma3_text", {"sliding_window_pattern": 2, "rope_local_base_freq": 7.0}),
     ("modernbert", {"global_rope_theta": 5.0, "global_attn_every_n_layers": 2}),
+    ("gemma3_text", {"layer_types": [LOCAL, GLOBAL] * 3, "sliding_window_pattern": None}),
+    ("modernbert", {"layer_types": [GLOBAL, LOCAL] * 3, "global_attn_every_n_layers": None}),
 ]
 
 
