@@ -12,7 +12,7 @@ import pytest
 from megahead.commands import plot
 from megahead.errors import UserError
 from megahead.report.figures import draw_curves, save_figure
-from megahead.report.panels import running_mean
+from megahead.report.panels import GEOMETRY, HELD_OUT, TRAINING, running_mean
 from megahead.report.read import last_logged_step, read_metrics
 from support.logged_run import evaluation, training, write_run
 
@@ -139,3 +139,8 @@ def test_the_running_mean_leaves_out_what_is_not_finite() -> None:
     values = np.array([1.0, np.nan, 3.0, 5.0, 7.0])
     np.testing.assert_allclose(running_mean(values, 1), [1, 2, 4, 5, 6])
     np.testing.assert_allclose(running_mean(values, 0), values)
+
+
+def test_shares_are_in_percent_and_nothing_else_is() -> None:
+    for panel in (*TRAINING, *HELD_OUT, *GEOMETRY):
+        assert panel.percent == panel.note.startswith("share"), panel.key
