@@ -113,7 +113,7 @@ def captured_losses(group: Group, config: RunConfig) -> tuple[list[float], int]:
     return [record["loss"] for record in read_metrics(Path(config.output_dir)).training], recorder.replays
 
 
-@pytest.mark.parametrize("changes", [long(stage(0)), stage(1), stage(1) | BF16], ids=str)
+@pytest.mark.parametrize("changes", [long(stage(0)), long(stage(1)), stage(1) | BF16], ids=str)
 def test_two_ranks_reduce_what_their_graphs_sum(tmp_path: Path, changes: dict[str, Any]) -> None:
     write_text(tmp_path)
     changes = SAME_SHAPES | {"engine.attention": "sdpa"} | changes

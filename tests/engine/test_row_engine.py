@@ -40,7 +40,7 @@ def without_a_trace(group: Group, stage: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("stage", "ranks"),
-    long_but([(0, 1), (1, 1), (2, 2), (3, 1)], [(s, ranks) for s in (0, 1, 2, 3) for ranks in (1, 2)]),
+    long_but([(0, 1), (2, 2), (3, 1)], [(s, ranks) for s in (0, 1, 2, 3) for ranks in (1, 2)]),
 )
 def test_what_is_not_applied_leaves_no_trace(stage: int, ranks: int) -> None:
     assert on_ranks(ranks, without_a_trace, stage) == [{}] * ranks
@@ -94,7 +94,7 @@ def resumed(group: Group, stage: int, changes: dict[str, Any]) -> dict[str, Any]
         long(4, 2, {}),
         (2, 3, {}),
         (2, 1, {"optimizer.table": {"rule": "adamw_row", "learning_rate_ratio": 8}}),
-        (2, 0, {"optimizer.table": {"rule": "adagrad"}}),
+        long(2, 0, {"optimizer.table": {"rule": "adagrad"}}),
     ],
 )
 def test_a_resumed_course_is_the_uninterrupted_one_bit_for_bit(ranks: int, stage: int, changes: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from megahead.hf.export import ensure_hf_folder
 from megahead.report.page import render_page
 from megahead.report.read import read_metrics, read_runs
 from megahead.train.run import pretrain
+from support.long import long
 from support.on_ranks import on_ranks
 from support.small_run import small_config, write_text
 
@@ -42,12 +43,11 @@ def run(group: Group, config: RunConfig) -> str:
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
-        {"objective": {"name": "vanilla", "tied": True}},
-        {"engine.embedding": "rows"},
-        {"masking.strategy": "frequency"},
+        pytest.param({}, id="headless"),
+        pytest.param({"objective": {"name": "vanilla", "tied": True}}, id="vanilla"),
+        long({"engine.embedding": "rows"}, id="rows"),
+        long({"masking.strategy": "frequency"}, id="frequency"),
     ],
-    ids=["headless", "vanilla", "rows", "frequency"],
 )
 def test_the_bound_falls_and_is_called_one_and_the_export_has_a_head(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], changes: dict[str, Any]

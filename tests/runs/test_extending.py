@@ -72,7 +72,7 @@ def run(group: Group, config: RunConfig, resume: str = "auto") -> str:
     ("kind", "ranks", "changes"),
     [
         long(decoder, 2, stage(1)),
-        (decoder, 2, stage(3)),
+        long(decoder, 2, stage(3)),
         (decoder, 2, {"engine.embedding": "rows"}),
         (decoder, 2, {"parallel.tensor": 2}),
         (encoder, 2, stage(2)),

@@ -47,7 +47,7 @@ def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("zero", "tensor", "ranks"), [(0, 1, 1), (3, 1, 2), (1, 2, 4), long(3, 4, 4)], ids=lambda number: str(number)
+    ("zero", "tensor", "ranks"), [(0, 1, 1), (3, 1, 2), long(1, 2, 4), long(3, 4, 4)], ids=lambda number: str(number)
 )
 def test_a_run_goes_on_over_another_mesh_and_stage(
     on_two_ranks: Path, tmp_path: Path, zero: int, tensor: int, ranks: int

@@ -16,6 +16,7 @@ from megahead.hf.export import ensure_hf_folder, export
 from megahead.objectives.auxiliary import held_out_row_collator
 from megahead.report.read import read_metrics
 from megahead.train.run import pretrain
+from support.long import long
 from support.on_ranks import on_ranks
 from support.small_run import same_tensors, small_config, stage, write_text
 
@@ -45,7 +46,7 @@ def test_heads_learn_tokens_further_ahead(tmp_path: Path, capfd: pytest.CaptureF
 
 
 @pytest.mark.parametrize(
-    "changes", [{"model.hidden_dropout": 0.1}, {"engine.embedding": "rows", "optimizer.eps": 1e-4}], ids=str
+    "changes", [{"model.hidden_dropout": 0.1}, long({"engine.embedding": "rows", "optimizer.eps": 1e-4})], ids=str
 )
 def test_a_resume_is_bitwise(tmp_path: Path, changes: dict[str, Any]) -> None:
     write_text(tmp_path)
@@ -71,7 +72,7 @@ def test_exports_and_held_out_rows_have_nothing_of_it(tmp_path: Path, family: st
     "changes",
     [
         {"engine.precision": "bf16", "engine.activation_checkpointing": True},
-        {"data.pack": "best_fit", "model.family": "llama"},
+        long({"data.pack": "best_fit", "model.family": "llama"}),
         {"objective.score": "cosine", "objective.temperature": 0.1, "objective.learned_temperature": True},
         {"objective.negatives": 16, "objective.max_candidates": 40, "objective.vanilla_weight": 0.2},
         {"model.vocab_size": 61, "masked_inputs": {"mask_token": 60, "share": 0.3}},

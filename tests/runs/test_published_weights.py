@@ -39,6 +39,7 @@ from megahead.hf.importing import HFModel
 from megahead.objectives.pretraining import initial_weights
 from megahead.report.read import read_metrics
 from megahead.train.run import pretrain
+from support.long import long
 from support.on_ranks import on_ranks
 from support.small_run import VOCABULARY, small_config, stage, write_text
 
@@ -91,8 +92,7 @@ def their_loss(model: Any, folder: Path) -> float:
     return F.cross_entropy(logits.flatten(0, 1).double(), ids[:, 1:].flatten()).item()
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(("tensor", "zero"), [(1, 0), (2, 3)])
+@pytest.mark.parametrize(("tensor", "zero", "tied"), [(1, 0, False), (1, 0, True), (2, 3, False), long(2, 3, True)])
 def test_held_out_loss_before_any_learning_is_that_of_transformers(
     tmp_path: Path, tied: bool, tensor: int, zero: int
 ) -> None:

@@ -19,6 +19,7 @@ from megahead.evaluate.perplexity import evaluate_checkpoint
 from megahead.hf.export import ensure_hf_folder, export
 from megahead.report.read import read_metrics
 from megahead.train.run import pretrain
+from support.long import long_but
 from support.on_ranks import on_ranks
 from support.small_run import VOCABULARY, same_tensors, small_config, stage, write_text
 
@@ -107,7 +108,7 @@ def test_every_mesh_and_stage_takes_the_course_of_one_rank(tmp_path: Path) -> No
     courses(tmp_path, "headless", MESHES)
 
 
-@pytest.mark.parametrize("generator", OBJECTIVES)
+@pytest.mark.parametrize("generator", long_but(["headless", "vanilla"], OBJECTIVES))
 def test_two_ranks_take_the_course_of_one(tmp_path: Path, generator: str) -> None:
     courses(tmp_path, generator, [(2, stage(3 if generator == "headless" else 1))])
 

@@ -143,9 +143,9 @@ def test_exports_and_held_out_rows_have_nothing_of_it(tmp_path: Path, family: st
     "changes",
     [
         {"masking.masks_from_layer": 1},
-        {"masking.strategy": "hardest", "masking.adapt_every": 2, "masking.count": "bernoulli"},
+        long({"masking.strategy": "hardest", "masking.adapt_every": 2, "masking.count": "bernoulli"}),
         {"data.pack": "best_fit", "data.documents_a_row": 1, "engine.precision": "bf16"},
-        {"objective.score": "cosine", "objective.temperature": 0.1, "objective.learned_temperature": True},
+        long({"objective.score": "cosine", "objective.temperature": 0.1, "objective.learned_temperature": True}),
         {"objective": TSDAE, "masking.masks_from_layer": 1},
         {"objective": TSDAE, "data.pack": "best_fit", "engine.precision": "bf16", "model.num_layers": 4}
         | {"masking.dropping": {"from_layer": 1, "keep_share": 0.4}},
