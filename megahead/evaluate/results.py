@@ -46,10 +46,21 @@ class ResultCache:
             write_atomically(self._path, json.dumps({"results": self.entries}, indent=2) + "\n")
 
 
+_START = b'{\n  "results": ['
+"""How the file of a `ResultCache` begins."""
+
+
 def fingerprint_model(folder: Path) -> str:
-    """Returns a fingerprint of a model's weights and settings, see `fingerprint_files`."""
+    """Returns a fingerprint of a model's weights and settings, see `fingerprint_files`. Results that are stored beside
+    them do not count."""
     patterns = ("*.safetensors", "*.bin", "*.json")
-    return fingerprint_files(sorted(path for pattern in patterns for path in folder.glob(pattern)))
+    files = sorted(path for pattern in patterns for path in folder.glob(pattern))
+    return fingerprint_files([path for path in files if not _begins(path, _START)])
+
+
+def _begins(path: Path, start: bytes) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(start)) == start
 
 
 def fingerprint_files(paths: Sequence[Path]) -> str:

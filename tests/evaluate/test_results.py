@@ -37,6 +37,15 @@ def test_what_was_kept_is_found_again_until_anything_changes(model: Path, weight
     assert kept.find(model, model, "sciq", data, 3) is None
 
 
+def test_results_beside_the_weights_are_no_part_of_the_model(model: Path) -> None:
+    data = model.parent / "sciq.jsonl"
+    for name in ("results.json", "others.json"):
+        ResultsFile(model / name).add(model, model, data, RESULT)
+    assert ResultsFile(model / "results.json").find(model, model, "sciq", data, 3) == RESULT
+    (model / "config.json").write_text("{}")
+    assert ResultsFile(model / "results.json").find(model, model, "sciq", data, 3) is None
+
+
 def test_a_folder_of_data_is_known_by_its_files(model: Path) -> None:
     data = model.parent / "blimp"
     data.mkdir()
