@@ -28,7 +28,8 @@ def candidate_rows(config: RunConfig, data_ranks: int = 1) -> int:
 
 
 def _auxiliary_targets(config: RunConfig, candidate_rows: int, data_ranks: int) -> tuple[int, int]:
-    """An auxiliary objective's own targets per row, and candidates of each: the batch's `candidate_rows` if shared."""
+    """(targets per row that only an auxiliary objective has, candidates that each is scored against). If it shares the
+    main objective's candidates, they are the batch's `candidate_rows`."""
     auxiliary = config.objective.auxiliary_or_empty()
     targets = auxiliary.targets_per_row(config.data.sequence_length)
     if auxiliary.shares_candidates:
@@ -249,7 +250,8 @@ def training_flops(
 
 def run_flops(config: RunConfig, candidate_rows: int, data_ranks: int = 1) -> FlopsPerToken:
     """Operations per token of a run with `candidate_rows` candidates, a generator's included. Not counted are the
-    products of `objective.phrases`, whose number depends on the text. `data_ranks`: data-parallel ranks."""
+    products of `objective.phrases` (ends of masked phrases with tokens of other rows): it depends on the text how many.
+    `data_ranks`: data-parallel ranks."""
     length, targets = config.data.sequence_length, config.targets_per_row()
     auxiliary = config.objective.auxiliary_or_empty()
     model, generator = config.model_with_mask_decoder(), config.generator_config()

@@ -122,10 +122,17 @@ def as_write_error(path: Path) -> Iterator[None]:
         raise
     except OSError as error:
         named = [Path(str(name)) for name in (error.filename, error.filename2) if name is not None]
-        is_output = any(name in path.parents or path.name in str(name) for name in named)  # or a temporary path of it
-        if named and not is_output and not is_full(error):
+        if named and not any(_is_output(name, path) for name in named) and not is_full(error):
             raise
         raise WriteError(path, error) from error
+
+
+def _is_output(name: Path, path: Path) -> bool:
+    """Whether `name` is `path`, a folder above it, or a temporary file or folder of it, or in one."""
+    name, path = name.absolute(), path.absolute()
+    return name in path.parents or any(
+        beside.parent == path.parent and path.name in beside.name for beside in (name, *name.parents)
+    )
 
 
 class AtomicFile:

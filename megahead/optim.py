@@ -30,8 +30,7 @@ class GroupOptions(NamedTuple):
     """Its learning rate over the optimizer's."""
 
     is_muon: bool = False
-    """Whether Muon updates it, not AdamW. Its name is not `use_muon`, a key that
-    DeepSpeed reads for its own Muon."""
+    """Whether Muon updates it, not AdamW. Not named `use_muon`, a key that DeepSpeed reads for its own Muon."""
 
     qkv_head_size: int | None = None
     """For Muon: the head size of a fused QKV projection."""
@@ -76,7 +75,7 @@ def _group_options(module: nn.Module, name: str, parameter: Tensor, config: Opti
 
 
 def learning_rate_ratio(schedule: ScheduleConfig, step: int, total_steps: int) -> float:
-    """The learning rate of the update after `step` finished ones (0 is the first update), over its peak, in [0, 1].
+    """The learning rate as a share of its peak, for the update that follows `step` finished ones (0: the first update).
 
     Warm-up is linear and reaches the peak at its last step, so no update has rate 0; the schedule's decay follows.
     After the last step the ratio does not change.

@@ -90,7 +90,8 @@ class RunFolder:
     """Generated texts for the report, one JSON object per line."""
 
     geometry = _File("geometry.json")
-    """Effective rank and anisotropy of outputs and embeddings by checkpoint, measured for the report."""
+    """What `report --geometry` measured by checkpoint: the share of the gradient that reaches the outputs; effective
+    rank and anisotropy of outputs and embeddings."""
 
     report = _File("report.html")
     """The default path of the HTML report."""

@@ -21,8 +21,8 @@ def add_sample_and_curves(folder: Path, run: Path) -> str | None:
     """Adds a sample (generated text, or a sentence that an encoder completes) and the training curves of `run` to
     the model card in `folder`; returns the sample.
 
-    It adds no sample without a head or a tokenizer with the special tokens for it, or above 8 GiB of weights, and no
-    curves without a log.
+    Leaves out the sample if the model has no head, if its tokenizer lacks the special tokens that a sample needs, or if
+    its weights exceed 8 GiB; leaves out the curves if the run has no log.
     """
     from megahead.report.figures import draw_curves, save_figure
 

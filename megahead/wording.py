@@ -44,7 +44,7 @@ def did_you_mean(word: str, choices: Iterable[str], prefix: str = "") -> str:
 
 
 def format_numbers(noun: str, numbers: Sequence[int]) -> str:
-    """Numbers after their noun: rank 3, ranks 0, 3."""
+    """Numbers after their noun: `rank 3`, or `ranks 0, 3`."""
     return f"{noun}{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
@@ -78,8 +78,8 @@ def to_milliseconds(seconds: float) -> float:
 
 def format_si(value: float) -> str:
     """12345 -> 12.3k."""
-    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= 0.99995 * limit:  # else it would be rounded to 1000.0 of the unit below
+    for limit, unit, rounded_up in ((1e9, "G", 0.99995), (1e6, "M", 0.99995), (1e3, "k", 0.9995)):
+        if value >= rounded_up * limit:  # it would be 1000.0 of the unit below, or 1000
             return f"{value / limit:.1f}{unit}"
     return f"{value:.0f}"
 

@@ -66,7 +66,14 @@ def test_a_duration_is_short_at_any_length(seconds: float, text: str) -> None:
 
 
 def test_counts_and_sizes() -> None:
-    assert [format_si(n) for n in (999, 12_345, 999_960, 2e6, 3e9)] == ["999", "12.3k", "1.0M", "2.0M", "3.0G"]
+    assert [format_si(n) for n in (999, 999.7, 12_345, 999_960, 2e6, 3e9)] == [
+        "999",
+        "1.0k",
+        "12.3k",
+        "1.0M",
+        "2.0M",
+        "3.0G",
+    ]
     assert format_gib(3 * 2**29) == "1.50 GiB"
 
 

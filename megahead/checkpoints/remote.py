@@ -173,8 +173,9 @@ class RemoteStorage(Storage):
 
 
 def find_remote(url: str, timeout: float = TIMEOUT_SECONDS) -> tuple[RemoteStorage, list[str]]:
-    """The storage and the checkpoints at a URL, in the order to try them. The URL is that of a run or checkpoints
-    folder, of one step (.../checkpoints/step-N without random digits), or of one checkpoint."""
+    """The storage and the checkpoints at a URL, in the order to try them: the newest and its ancestors, or those of
+    one step. The URL is that of a run or checkpoints folder, of one step (.../checkpoints/step-N without random
+    digits), or of one checkpoint."""
     store = Store(url, timeout)
     sizes = store.sizes("")
     folder, name = split_url(store.url)
@@ -196,9 +197,9 @@ def retry_seconds(group: Group) -> float:
 
 def newer_names(remote: RemoteStorage, folder: RunFolder, newer_than: int) -> list[str]:
     """The remote checkpoints from which the run in `folder` should resume rather than from step `newer_than`, in the
-    order to try them: those with a higher step. If the remote run has rolled back past a checkpoint in the history of
-    `folder`, also those with a lower step that are not in that history. Never one that the run in `folder` rolled back
-    past (`orphaned`)."""
+    order to try them: those with a higher step. If the remote run has rolled back past the newest on disk or an
+    ancestor of it, also those with a lower step that are not among these. Never one that the run in `folder` itself
+    rolled back past (`orphaned`)."""
     names, ancestry = history(remote), read_ancestry(folder)
     newest = manifest_if_valid(remote, names[0]) if names else None
     rolled_back = newest is not None and not {*ancestry.ancestors}.isdisjoint(newest.orphaned)

@@ -96,7 +96,7 @@ class Storage(Protocol):
         """Writes the `latest` file."""
 
     def remove(self, name: str) -> None:
-        """Removes a checkpoint; its name disappears first."""
+        """Removes a checkpoint: first from `names()`, then its files. A crash between the two leaves no partial one."""
 
 
 def manifest_if_valid(storage: Storage, name: str) -> Manifest | None:
@@ -239,7 +239,7 @@ class RetentionRules:
     """Also this many with the lowest held-out loss (`validation` in their state, if evaluated at their own step)."""
 
     in_use: Callable[[], Collection[str]] = frozenset
-    """Names of checkpoints in use."""
+    """Names of checkpoints that must stay for now, since they are queued for an upload or being uploaded."""
 
     def keeps(self, name: str) -> bool:
         """Whether a checkpoint is kept regardless of its age and loss."""

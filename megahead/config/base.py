@@ -33,7 +33,8 @@ class Settings(BaseModel):
     @classmethod
     def _refuse_true_as_number(cls, value: Any, info: ValidationInfo) -> Any:
         """Refuses YAML's `on`, `yes` and `true` for a number, which would be 1."""
-        types = _types_within(cls.model_fields[str(info.field_name)].annotation) if value is True else []
+        is_true = any(item is True for item in (value if isinstance(value, list | tuple) else [value]))
+        types = _types_within(cls.model_fields[str(info.field_name)].annotation) if is_true else []
         is_number = (int in types or float in types) and bool not in types
         require(not is_number, str(info.field_name), "be a number", got="true")
         return value

@@ -372,7 +372,7 @@ class ModelConfig(Settings):
         return self.family not in ("llama", "gemma3", "modernbert")
 
     def transformers_can_bias_head(self) -> bool:
-        """Whether transformers has a class with these layers whose head can have a bias."""
+        """Whether transformers has a class for this model that allows a bias in the head."""
         return self.is_encoder() or not self.qk_norm
 
     def has_rms_norm(self) -> bool:

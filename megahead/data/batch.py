@@ -169,7 +169,7 @@ class EncoderRows:
     """bool: tokens of the text that are not special."""
 
     document_ends_BT: Array
-    """bool: the last token of each document, where another follows it in the row's text."""
+    """bool: whether a token is the last of a document that another one follows in the row."""
 
     positions_BT: Tensor | None
     """int64, each token's position in its document; None if every row is one document."""
@@ -225,7 +225,7 @@ class EncoderRowBuilder:
 @dataclass(frozen=True)
 class CausalEncoderCollator(RowCollator):
     """Next-token batches of an encoder's rows, for an encoder that is trained causally at first: the target of each
-    token is the next one of the text, that of [CLS] the first. A sample has the same text as where it is masked."""
+    token is the next one of the text, that of [CLS] the first. A sample has the same text as in masked training."""
 
     row_builder: EncoderRowBuilder
 

@@ -128,7 +128,7 @@ def _as_key(batch: pa.RecordBatch, name: str) -> pa.Array:
     """A column as strings; numbers that are whole have no decimal point."""
     column = _without_encoding(batch.column(name))
     if pa.types.is_decimal(column.type):
-        column = column.cast(pa.decimal256(76, 0))
+        return pc.replace_substring_regex(column.cast(pa.string()), r"\.0+$", "")
     if pa.types.is_floating(column.type):
         column = pa.array(column.to_numpy(zero_copy_only=False), from_pandas=True).cast(pa.int64())
     if pa.types.is_nested(column.type) or pa.types.is_binary(column.type):

@@ -461,7 +461,7 @@ def _chunk_archive(path: Path, selection: Selection, chunkers: Mapping[str, Chun
     except (tarfile.TarError, zipfile.BadZipFile, OSError, EOFError, RuntimeError, zlib.error) as error:
         raise DataError(f"`{path}` must be readable to its end, but is not ({error}); unpack or repair it.") from error
     if is_empty:
-        raise DataError(f"`{path}` must hold files that end in one of {', '.join(CHUNKERS)}, but holds none.")
+        raise DataError(f"`{path}` must hold visible files that end in one of {', '.join(CHUNKERS)}, but holds none.")
 
 
 def _chunk_member(content: IO[bytes], path: str, suffix: str, split: Chunker, selection: Selection) -> Iterator[Chunk]:

@@ -6,8 +6,8 @@ rank has a TCP connection to a monitor at rank 0 from the rendezvous to the end 
 
 - A rank that dies is detected at once, because its connection breaks.
 - A rank that is suspended, or whose machine is down, is detected when its heartbeats have been missing for the timeout.
-- A rank that hangs still sends heartbeats from its thread. It is detected when another rank reports a timeout and this
-  one reports nothing within GRACE_SECONDS.
+- A rank that hangs still sends heartbeats from its thread. It is detected when another rank reports a timeout, and
+  the hanging one reports nothing within GRACE_SECONDS.
 
 The monitor sends the lost ranks to all others, and ends a process that still waits GRACE_SECONDS later.
 """

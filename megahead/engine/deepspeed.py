@@ -142,7 +142,7 @@ def _import_deepspeed_muon() -> None:
 # models on a GPU the host needs longer for that than the device: these do the same arithmetic in one call.
 
 
-def fuse_gradient_accumulation(optimizer: Any) -> None:
+def sum_gradients_after_backward(optimizer: Any) -> None:
     """Makes DeepSpeed's `optimizer` add a micro-batch's gradients to their fp32 sums in one call after the backward
     pass, and free them, unless it does so during the backward pass (`immediate_grad_update`) or has no such sums."""
     if hasattr(optimizer, "update_hp_grads"):
@@ -186,6 +186,8 @@ def _global_norm(
     device: torch.device, input_tensors: list[torch.Tensor], norm_type: float = 2, mpu: Any = None
 ) -> torch.Tensor:
     """DeepSpeed's `get_global_norm_of_tensors` for L2 norms over tensor ranks, some of which may have no tensors."""
+    if norm_type != 2:
+        raise ValueError(f"DeepSpeed asks for a norm of type {norm_type}; only 2 is implemented")
     squared = torch.zeros((), device=device)
     if input_tensors:
         squared = torch.stack(torch._foreach_norm([tensor.detach() for tensor in input_tensors])).square().sum()

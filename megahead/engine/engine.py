@@ -21,9 +21,9 @@ from megahead.distributed.tensors import FullTensors, MappedTensors, RoundRobinS
 from megahead.engine.deepspeed import (
     allocate_,
     check_half_precision,
-    fuse_gradient_accumulation,
     half_dtype,
     start_deepspeed,
+    sum_gradients_after_backward,
 )
 from megahead.engine.graphs import CapturedMicroStep, GradientSums, build_capture
 from megahead.engine.muon import gather_for_muon
@@ -196,9 +196,9 @@ class Engine:
             allocate_(module) if is_half else load_weights_(module, mesh.tensor_group, weights)
         moments = {p: moment_names(group) for group in optimizer.param_groups for p in group["params"]}
         self._deepspeed = start_deepspeed(module, optimizer, config, mesh, device)
-        fuse_gradient_accumulation(self._deepspeed.optimizer)
+        sum_gradients_after_backward(self._deepspeed.optimizer)
         self._reduces_gradients = self._stage < 2 and not hasattr(self._deepspeed.optimizer, "reduce_gradients")
-        # if true, in `micro_step`: DeepSpeed's backward would ignore the bucket size
+        # if true, `micro_step` reduces them: DeepSpeed's backward pass would ignore the bucket size
         self._deepspeed.enable_backward_allreduce = not self._reduces_gradients
         states, dims = open_parameter_states(self._deepspeed, self._stage, mesh.data_group), shard_dims(module)
         parameters = self._saved_parameters()

@@ -127,8 +127,8 @@ GLOBAL, LOCAL = "full_attention", "sliding_attention"
 
 
 def layer_types(num_layers: int, interval: int, offset: int) -> list[str]:
-    """Returns `layer_types` of config.json: every `interval`-th layer is global. `offset`: 0 if the first layer is, 1
-    if `interval` - 1 local ones come first."""
+    """Returns `layer_types` of config.json: every `interval`-th layer is global. `offset` 0: the first layer is
+    global; 1: `interval` - 1 local layers come before the first global one."""
     return [LOCAL if (layer + offset) % interval else GLOBAL for layer in range(num_layers)]
 
 

@@ -27,7 +27,7 @@ TOLERANCE = 1e-5
 """Largest error of an fp32 export, as a share of the largest output (of 10, when all are smaller)."""
 
 MAX_PADDING = 1e-6
-"""Largest total probability of padding rows, if the export has them."""
+"""Largest total probability of the ids that only pad the vocabulary, if the export has them."""
 
 _ROUNDING_FACTOR = 4  # tolerance of a half-precision export, in rounding errors of the source
 
@@ -61,7 +61,8 @@ class Parity:
 
 
 def verify(folder: Path, target: ExportTarget) -> Parity:
-    """Compares the exported `folder` with the source in fp32; CheckpointError above the tolerance.
+    """Compares the exported `folder`, in fp32 and in its own dtype, with the source in fp32; CheckpointError if the
+    outputs in its own dtype differ by more than the tolerance.
 
     Cost: a forward pass of a few hundred tokens for each model, with one layer in memory at a time (all layers of an
     exported encoder). A half-precision export needs another pass of the source to measure its rounding.
@@ -100,8 +101,8 @@ def verify(folder: Path, target: ExportTarget) -> Parity:
 def expected_outputs(
     model: TrainedModel, head: Head, rows_BT: Tensor, last: int, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """[B, t, V] reference logits, for example `E h / T + log q`, or [B, t, D] hidden states, of the `last` t tokens of
-    each row.
+    """[B, t, V] reference logits, for example `E h / temperature + log q` (q: the tokens' frequencies), or [B, t, D]
+    hidden states, of the `last` t tokens of each row.
 
     Computed in `dtype` throughout, returned in fp32.
     """
@@ -189,7 +190,7 @@ def _token_rows(model: TrainedModel) -> Tensor:
     vocab_size = model.config.model.vocab_size
     window = model.config.model.local_window if model.config.model.local_layers() else 0
     length = min(_ROW_TOKENS + window, model.config.data.sequence_length)
-    first_id = model.config.model.position_offset  # a padding id has no position
+    first_id = model.config.model.position_offset  # the id below is padding, without a position in RoBERTa
     random_BT = torch.randint(first_id, vocab_size, (_NUM_ROWS, length), generator=torch.Generator().manual_seed(0))
     dataset_BT = _dataset_rows(model, length)
     return random_BT if dataset_BT is None else torch.cat([random_BT, dataset_BT])

@@ -43,16 +43,16 @@ class Candidates:
     """The weight of each output's loss; None: 1."""
 
     sampling_bias_U: Tensor | None = None
-    """Replaces `bias_U` of each output's own target when ELECTRA's generator samples from the softmax: the log of the
-    weight exp(bias) that the id would have without this occurrence as a target (its mean over groups, where the
-    distribution of targets is known); None: `bias_U`."""
+    """Replaces `bias_U` of each output's own target when ELECTRA's generator samples from the softmax: the bias
+    that the id would have if this output did not have it as its target. Where the distribution of targets is known, the
+    log of the mean of exp(bias) over groups. None: `bias_U`."""
 
     def apply_weights(self, values_N: Tensor) -> Tensor:
         """[N]: each output's value times its weight."""
         return values_N if self.weight_N is None else values_N * self.weight_N.to(values_N.dtype)
 
     def target_logit(self, logit_n: Tensor, biased_logit_n: Tensor) -> Tensor:
-        """[n]: the target logits in the numerator of the loss, with or without bias."""
+        """[n]: the target logits of n outputs in the numerator of the loss, with or without bias."""
         return biased_logit_n if self.target_logit_has_bias else logit_n
 
     def to(self, device: torch.device) -> Candidates:

@@ -36,7 +36,7 @@ class Documents:
     """The document boundaries of a batch. A token attends only to its document, or to a window of it."""
 
     positions_BT: Tensor
-    """int64: position of each token in its document, from 0; [1, T] if each row is one document."""
+    """int64: position of each token in its document, from 0; may be [1, T] if each row is one document."""
 
     one_per_row: bool
     """Whether each row is one document."""

@@ -44,7 +44,7 @@ class RunMetrics:
 
     events: Sequence[Record] = ()
     """{"step", "tokens", "seconds"} with one of "session" (a start), "fault" (a bad step), "rollback", "slow" (a
-    straggling rank), "replica" (weights differed between replicas), "copy" (a checkpoint in memory) and "mirror" (an
+    straggling rank), "replica" (weights differed between data ranks), "copy" (a checkpoint in memory) and "mirror" (an
     upload to the remote store). In the order of the log, including events of steps that were rolled back."""
 
 

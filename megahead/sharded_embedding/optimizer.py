@@ -171,11 +171,11 @@ def convergence_window(betas: tuple[float, float]) -> float:
 
 
 class LazyUpdates:
-    """The missed updates of stale rows, from a growing history of learning rates.
+    """The missed updates of stale rows (which the last steps did not update), from a growing history of learning rates.
 
-    The missed updates of rows last updated at each of S steps are an array [S, 3 + 2 K], float64: W, b1^n and b2^n,
-    then K pairs (weight, E): one for each term j, with the weight A_j, or one for each node, with the weight sum_j A_j
-    times the node's Lagrange polynomial at j.
+    They are the same for all rows last updated at one step. For S such steps they are an array [S, 3 + 2 K], float64:
+    the factors W, b1^n and b2^n, then K pairs (weight, E). A pair is a term j, with the weight A_j, or a node, with the
+    sum over j of A_j times the node's Lagrange polynomial at j as weight.
     """
 
     def __init__(self, betas: tuple[float, float], eps: float, history: RateHistory) -> None:

@@ -183,8 +183,9 @@ class FetchedRows:
         self._passes_left, self._pending_lookups = plan.num_passes, 0
 
     def look_up(self, ids: Tensor, grad_norm_proxy: Tensor, num_duplicates: int = 0) -> Tensor:
-        """[..., D]: the fetched rows of `ids`. Ignores the gradients of the first `num_duplicates` ids, which another
-        rank has, too. A forward pass may look up several times if each result gets a gradient."""
+        """[..., D]: the fetched rows of `ids`. Ignores the gradients of the first `num_duplicates` ids, which the first
+        tensor rank looks up too, and counts. A forward pass may look up several times if each result gets a
+        gradient."""
         if torch.is_grad_enabled():
             if not self._pending_lookups:
                 self._passes_left -= 1

@@ -91,6 +91,12 @@ class FaultPolicy:
             return "stop"
         return policy  # type: ignore[return-value]
 
+    def limit_reached(self) -> str:
+        """What `decide` has stopped for."""
+        if self._rollbacks >= self._rules.most_in_a_row > self.consecutive_faults:
+            return f"after {self._rollbacks} rollbacks without a save between them"
+        return f"{self.consecutive_faults} bad in a row"
+
     def may_roll_back(self) -> bool:
         """Counts a rollback for another reason than a bad step; returns whether the limit allows it."""
         self._rollbacks += 1

@@ -38,8 +38,8 @@ from megahead.train.step import StepMetrics, StepReport, Stopwatch, seed_step, t
 
 class Evaluation:
     """Evaluates the validation dataset; in a headless run with the training-free head. For the paper's objective the
-    head's bias is log q, where q is the distribution of the targets so far, smoothed with the dataset's counts; if
-    training masks rare tokens more often than evaluation does, q is the dataset's distribution."""
+    head's bias is log q, where q is the distribution of the targets so far, smoothed with the dataset's counts. If
+    training masks rare tokens more often than evaluation does, q is the dataset's distribution instead."""
 
     def __init__(self, config: RunConfig, validation: IndexedDataset, data_group: Group, device: torch.device) -> None:
         self.head, self._config, self._data_group, self._device = config.objective.head(), config, data_group, device
@@ -158,9 +158,8 @@ def handle_fault(run: Training, report: StepReport, first_sample: int) -> None:
     message = run.logger.log_fault(report, bad or [(None, global_batch)], action, state)
     if action == "stop":
         raise UserError(
-            f"steps must be finite and without spikes, but {message}, {run.fault_policy.consecutive_faults} bad in a "
-            "row; lower optimizer.learning_rate or the clipping threshold, use fp32 or bf16, or change `faults`, and "
-            "resume."
+            f"steps must be finite and without spikes, but {message}, {run.fault_policy.limit_reached()}; lower "
+            "optimizer.learning_rate or the clipping threshold, use fp32 or bf16, or change `faults`, and resume."
         )
     if action == "rollback":
         _roll_back(run)

@@ -90,7 +90,8 @@ class Session:
 
     def _recover(self, newer_than: int, *, wait: bool = True) -> RecoveryResult | None:
         """Writes a checkpoint from the last session's replicas in memory, if they are newer than step `newer_than`.
-        `wait`: whether to wait for replicas of spare ranks (not training), shared before the first phase."""
+        `wait`: whether to wait for the replicas that spare ranks, which do not train, copy to the run's folder before
+        the first phase."""
         training, folder = self.plan.config.training, self.plan.config.folder()
         if training.replicate_every is None:
             return None
@@ -133,8 +134,8 @@ class Session:
 
     @cached_property
     def replicas(self) -> ReplicaWriter | None:
-        """Replicas in the memory of the nodes, if enabled. Created after the resumed state is on disk and the lease is
-        taken, since this removes the replicas that spare ranks copied to the run's folder."""
+        """Replicas of the run's state in the memory of the nodes, if enabled. Created after the resumed state is on
+        disk and the lease is taken: creating it removes the replicas that spare ranks copied to the run's folder."""
         if self.plan.config.training.replicate_every is None:
             return None
         session_id = self.world_group.broadcast_object("" if self.lease is None else self.lease.session_id)
@@ -277,7 +278,8 @@ def _write_run_files(folder: RunFolder, config: RunConfig) -> None:
 
 
 def _copy_source_hf_files(folder: RunFolder, init: InitConfig) -> None:
-    """Copies the files beside the weights in `init`'s Hugging Face folder for exports, unless the vocabulary is new."""
+    """Keeps for exports the files beside the weights of the Hugging Face folder that the run begins from; none if only
+    the embedding is trained, for a new vocabulary (`init.mode: table`)."""
     hf_settings = None
     if init.mode != "table" and init.from_hf is not None:
         hf_settings = HFSettings.from_folder(Path(init.from_hf))

@@ -110,7 +110,7 @@ def test_neither_milestones_nor_the_best_of_another_history_count(tmp_path: Path
     assert both(tmp_path) == ([4, 5, 7], [6, 8])  # 4 a milestone, 5 the best of this history
 
 
-def test_names_are_never_used_twice_and_each_names_its_parents(tmp_path: Path) -> None:
+def test_names_are_never_used_twice_and_each_names_its_ancestors(tmp_path: Path) -> None:
     first, second, back = save(tmp_path, 2), save(tmp_path, 4), save(tmp_path, 4, parent_step=2)
     assert len({first.name, second.name, back.name}) == 3
     assert Manifest.read(second).ancestors == Manifest.read(back).ancestors == (first.name,)

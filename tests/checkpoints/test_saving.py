@@ -20,7 +20,7 @@ from megahead.checkpoints.store import RetentionRules, new_checkpoint_name
 from megahead.distributed.group import Group
 from megahead.distributed.tensors import RoundRobinShard
 from megahead.errors import CheckpointError
-from megahead.files import as_write_error
+from megahead.files import WriteError, as_write_error
 from support.named import without_digits
 from support.on_ranks import on_ranks
 from support.saved import save_checkpoint
@@ -103,6 +103,13 @@ def test_a_disk_that_is_full_once_the_tensors_are_there_is_told_alike(
     monkeypatch.setattr(saving, "write_atomically", fail)
     with pytest.raises(CheckpointError, match=r"must have room for a checkpoint of 800 bytes, .* are unharmed\)\.$"):
         save(tmp_path, 1)
+
+
+def test_a_file_that_is_read_is_not_taken_for_the_output_by_a_likeness_of_names(tmp_path: Path) -> None:
+    output, named_alike = tmp_path / "runs/demo", tmp_path / "demo-2/missing.bin"
+    for missing, error in ((named_alike, FileNotFoundError), (output.with_name(".demo.partial") / "a", WriteError)):
+        with pytest.raises(error), as_write_error(output):
+            missing.open("rb")
 
 
 def test_what_does_not_read_back_as_it_was_written_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -229,5 +229,7 @@ def test_yaml_of_on_and_yes_is_no_number(tmp_path: Path) -> None:
         with pytest.raises(ConfigErrors) as caught:
             load_config(path, f"{number}=on")
         assert f"`{number}` must be a number, but is true instead." in caught.value.problems
+    with pytest.raises(ConfigErrors, match=r"`optimizer\.betas` must be a number, but is true"):
+        load_config(path, "optimizer.betas=[yes, 0.9]")
     assert load_config(path, "optimizer.gradient_clipping=off").optimizer.gradient_clipping == 0
     assert load_config(path, ["engine.compile=on", "engine.activation_checkpointing=yes"]).engine.compile is True

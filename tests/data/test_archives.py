@@ -84,7 +84,7 @@ def test_a_folder_ignores_archives_as_other_unknown_files(members: list[Path]) -
 def test_an_archive_without_text_is_refused(members: list[Path], tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "all.tar", "w") as tar:
         tar.add(members[1], "README")
-    with pytest.raises(DataError, match=r"all\.tar` must hold files that end in one of"):
+    with pytest.raises(DataError, match=r"all\.tar` must hold visible files that end in one of"):
         texts_of(tmp_path / "all.tar")
 
 

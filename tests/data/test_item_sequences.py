@@ -7,6 +7,7 @@ import json
 import random
 from collections import Counter, defaultdict
 from collections.abc import Iterable
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +203,13 @@ def test_numbers_that_are_whole_have_no_decimal_point(tmp_path: Path, kind: pa.D
     )
     preprocess_events([tmp_path / "t.parquet"], COLUMNS, tmp_path / "out")
     assert {*ItemVocabulary.load(items_path(tmp_path / "out")).keys.to_pylist()} == {"0", "1", "2", "3"}
+
+
+def test_decimals_keep_their_fraction(tmp_path: Path) -> None:
+    items = pa.array([Decimal(key) for key in ("1.00", "1.50", "100.00", "0.10")], pa.decimal128(24, 2))
+    pq.write_table(pa.table({"user": [5] * 4, "item": items, "time": range(4)}), tmp_path / "t.parquet")
+    preprocess_events([tmp_path / "t.parquet"], COLUMNS, tmp_path / "out")
+    assert {*ItemVocabulary.load(items_path(tmp_path / "out")).keys.to_pylist()} == {"1", "1.50", "100", "0.10"}
 
 
 @pytest.mark.parametrize(

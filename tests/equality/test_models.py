@@ -19,7 +19,7 @@ LLAMA = {"model.family": "llama", "model.num_key_heads": 1, "model.qk_norm": Tru
 def assert_equals_plain(
     folder: Path, objective: str, stage: int, tensor: int, data: int, changes: dict[str, Any]
 ) -> None:
-    """With two micro-batches of each data rank a step. Plain torch has no table of rows."""
+    """With four rows of each data rank a step. Plain torch has no table of rows."""
     write_text(folder)
     changes = {"batch.global_size": 4 * data} | changes
     reference = plain_torch(config_of(folder, objective, **(changes | {"engine.embedding": "dense"})))

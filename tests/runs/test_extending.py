@@ -75,7 +75,8 @@ def run(group: Group, config: RunConfig, resume: str = "auto") -> str:
         long(decoder, 2, stage(3)),
         (decoder, 2, {"engine.embedding": "rows"}),
         (decoder, 2, {"parallel.tensor": 2}),
-        (encoder, 2, stage(2)),
+        long(encoder, 2, stage(2)),
+        (encoder, 2, stage(3)),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )

@@ -47,7 +47,7 @@ def run(group: Group, config: RunConfig, resume: str = "auto") -> str:
 @pytest.mark.parametrize(
     ("family", "ranks", "changes"),
     [
-        long("bert", 2, stage(2) | {"batch.micro_size": 4, "engine.activation_checkpointing": True}),
+        ("bert", 2, stage(2) | {"batch.micro_size": 4, "engine.activation_checkpointing": True}),
         long("bert", 4, stage(3) | {"engine.embedding": "rows"}),
         ("modernbert", 2, stage(1) | {"parallel": {"tensor": 2}, "engine.embedding": "rows", "data.prefetch": 0}),
         long("modernbert", 4, stage(1) | {"parallel": {"tensor": 2, "sequence": True}, "data.prefetch": 0}),

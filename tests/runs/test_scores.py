@@ -34,7 +34,7 @@ def run(group: Group, config: RunConfig, resume: str = "auto") -> str:
 
 
 @pytest.mark.parametrize(
-    ("score", "ranks"), long_but([("cosine", 2)], [(score, ranks) for ranks in (2, 4) for score in SCORES])
+    ("score", "ranks"), long_but([("harmonic", 2)], [(score, ranks) for ranks in (2, 4) for score in SCORES])
 )
 def test_every_mesh_and_the_rows_take_the_same_course_and_a_resume_is_bitwise(
     tmp_path: Path, score: str, ranks: int

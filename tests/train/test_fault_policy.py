@@ -63,6 +63,7 @@ def test_a_good_step_ends_a_row_and_a_new_checkpoint_ends_returns() -> None:
             fault_policy.reset_rollbacks()
         told.append(fault_policy.decide(bad))
     assert told == ["rollback", "rollback", "rollback", "rollback", "stop"]
+    assert fault_policy.limit_reached() == "after 3 rollbacks without a save between them"
     skipping = FaultPolicy(FaultsConfig(most_in_a_row=3))
     assert [skipping.decide(fault) for fault in (bad, bad, None, bad, bad, bad)] == [
         "skip", "skip", "apply", "skip", "skip", "stop",
