@@ -129,12 +129,11 @@ def test_parts_and_kinds_that_were_not_asked_for_are_left_out(
     monkeypatch.setattr("experiments.verdict._compare", lambda _, name, __, kinds: compared.append((name, [*kinds])))
     for only in (["vanilla"], ["wide"], ["wide", "vanilla"], ["narrow", "headless", "switched"]):
         compare_verdict(runner, only)
-    vanilla = [
-        (part, ["vanilla"]) for part in ("narrow", "narrow-tied", "wide", "wide-level", "long", "level", "encoder")
-    ]
+    parts = ("narrow", "narrow-tied", "wide", "wide-level", "long", "level", "encoder", "encoder-level")
+    vanilla = [(part, ["vanilla"]) for part in parts]
     wide = [("wide", ["headless", "vanilla"]), ("wide", ["vanilla"])]
     assert compared == [*vanilla, *wide, ("narrow", ["headless", "switched"])]
-    names = r"narrow, narrow-tied, wide, wide-level, long, level, encoder, .*"
+    names = r"narrow, narrow-tied, wide, wide-level, long, level, encoder, encoder-level, .*"
     with pytest.raises(FieldError, match=f"must name some of {names}, but is narow"):
         compare_verdict(runner, ["narow"])
 
