@@ -28,6 +28,8 @@ from megahead.remote_files import DamagedError
 # {"format": "megahead-checkpoint/1", "step": 1000, "state": {...}, "config": {...},
 #  "tensors": {TENSOR: {"file": FILE or [FILE, ...], "shape", "dtype"}},
 #  "files": {FILE: {"bytes", "sha256"}}, "parents": [NAME, ...], "orphaned": [NAME, ...], "sha256": ...}
+#
+# `parents` are all ancestors.
 
 
 MANIFEST = "checkpoint.json"
