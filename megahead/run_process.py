@@ -54,11 +54,12 @@ def pretrain(
     command = [sys.executable, *launcher(ranks), "-m", "megahead", "pretrain", "--config", str(config)]
     command += [word for override in overrides for word in ("--set", override)]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if quiet else {}
-    output, interrupted, stopped = "", False, False
+    output: str | None = None
+    interrupted, stopped = False, False
     with subprocess.Popen(command, text=True, env=environment(ranks), **streams) as process:  # type: ignore[call-overload]
-        while process.poll() is None:
+        while output is None:
             try:
-                output += process.communicate(timeout=None if must_stop is None or stopped else POLL_SECONDS)[0] or ""
+                output = process.communicate(timeout=None if must_stop is None or stopped else POLL_SECONDS)[0] or ""
             except KeyboardInterrupt:  # the run receives the signal too, and saves
                 interrupted = True
             except subprocess.TimeoutExpired:
@@ -122,7 +123,7 @@ class DeadlineMonitor:
         self._step = step
         if not first_time:
             self._first = (now, step)
-        if not first_time or now - first_time < MIN_MEASURED_SECONDS:
+        if not first_time or step <= first_step or now - first_time < MIN_MEASURED_SECONDS:
             return False
         seconds_each = (now - first_time) / (step - first_step)
         remaining_seconds = max(0.0, self.deadline - now - self.startup_seconds)

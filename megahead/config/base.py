@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from itertools import chain
 from pathlib import Path
 from types import ModuleType
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
@@ -45,17 +45,18 @@ class Settings(BaseModel):
         """Refuses strings with zero bytes, which would truncate a path; secrets, which would be saved with the
         settings; and strings that a shell would expand, since a folder named `~` or `$SCRATCH` would be made. The
         validation context `saved` (settings from a checkpoint, whose folders exist) allows the last."""
-        for text in value if isinstance(value, list | tuple) else [value]:
-            if isinstance(text, str):
-                if "\0" in text:
-                    raise ConfigError(str(info.field_name), "have no zero byte", got=repr(text))
-                if _SHELL_WORD.search(text) and not (info.context or {}).get("saved"):
-                    hint = "no shell expands settings; name the folder itself"
-                    raise ConfigError(str(info.field_name), "be written out", got=repr(text), hint=hint)
-                try:
-                    refuse_secrets(str(info.field_name), text)
-                except FieldError as error:
-                    raise ConfigError(error.field, error.rule, got=error.got, hint=error.hint) from None
+        types = _types_within(cls.model_fields[str(info.field_name)].annotation)
+        is_section = isinstance(value, dict) and not any(get_origin(kind) is dict for kind in types)
+        for text in () if is_section else _strings_within(value):  # a section validates its own
+            if "\0" in text:
+                raise ConfigError(str(info.field_name), "have no zero byte", got=repr(text))
+            if _SHELL_WORD.search(text) and not (info.context or {}).get("saved"):
+                hint = "no shell expands settings; name the folder itself"
+                raise ConfigError(str(info.field_name), "be written out", got=repr(text), hint=hint)
+            try:
+                refuse_secrets(str(info.field_name), text)
+            except FieldError as error:
+                raise ConfigError(error.field, error.rule, got=error.got, hint=error.hint) from None
         return value
 
     def changed(self, *fields: str) -> dict[str, Any]:
@@ -69,6 +70,15 @@ class Settings(BaseModel):
 def _types_within(annotation: Any) -> list[Any]:
     """A type and those in it, as of `int | None`."""
     return [annotation, *chain.from_iterable(map(_types_within, get_args(annotation)))]
+
+
+def _strings_within(value: Any) -> Iterator[str]:
+    """A string, or those in lists and dicts (keys included), at any depth."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | tuple | dict):
+        yield from chain.from_iterable(map(_strings_within, value))
+        yield from chain.from_iterable(map(_strings_within, value.values() if isinstance(value, dict) else ()))
 
 
 def require(condition: object, field: str, rule: str, *, got: Any, hint: str = "") -> None:

@@ -305,6 +305,16 @@ def test_a_process_is_stopped_before_its_first_step_or_saves(quick: Path, monkey
     assert (quick / "run/checkpoints/latest").exists()
 
 
+def test_the_reason_of_a_failure_during_a_check_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\nsleep 0.1; echo the reason; exit 3\n")
+    program.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(program))
+    monkeypatch.setattr(run_process, "POLL_SECONDS", 0.01)
+    with pytest.raises(UserError, match="with code 3: the reason"):
+        pretrain("config.yaml", quiet=True, must_stop=lambda: bool(time.sleep(0.3)))
+
+
 @pytest.mark.parametrize(
     ("files", "says"),
     [
