@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import socket
 import time
 from collections.abc import Iterator, Mapping
@@ -266,11 +267,23 @@ def distributed_session(
         with _explain_no_rendezvous(launch, timeout_seconds, "connect to the others"), monitor.explain_lost_ranks():
             timeout, backend = timedelta(seconds=timeout_seconds), "nccl" if device.type == "cuda" else "gloo"
             rank, size = launch.rank, launch.world_size
+            if backend == "gloo":
+                schedule_as_batch()
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         with monitor.explain_lost_ranks():
             yield Group.world(timeout_seconds)
             monitor.finish()
     _disconnect()
+
+
+def schedule_as_batch() -> None:
+    """On Linux, this thread and those that it starts do not preempt others when they wake up (SCHED_BATCH).
+
+    By default a thread of gloo that a message wakes takes the processor of a thread that holds the connection's lock,
+    and polls until the lock is free: 1,400 us an all-reduce of 64 numbers on two cores, else 500.
+    """
+    with suppress(AttributeError, OSError):  # another system; a sandbox that forbids it
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def stand_by(launch: Launch, timeout_seconds: float, settings: Settings = NO_SETTINGS) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -250,20 +251,28 @@ def test_a_rank_that_only_looks_on_is_told_the_end_and_not_missed() -> None:
     assert looking[1].result(10) is None
 
 
-def test_ranks_meet_at_an_address_of_ipv6() -> None:
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_ranks_meet_at_an_address_of_either_kind_and_no_thread_of_gloo_preempts_another(address: str) -> None:
     port = int(free_port())
     try:
-        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+        socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET).close()
     except OSError:
         pytest.skip("this machine has no IPv6")
 
     def meet(rank: int) -> None:
-        launch = Launch(rank, 2, rank, "::1", port)
+        launch = Launch(rank, 2, rank, address, port)
         with distributed_session(launch, torch.device("cpu"), 20) as group:
             total = sum(group.all_gather_objects(10 + rank))
+            threads = [int(task.name) for task in Path("/proc/self/task").iterdir() if "gloo" in _name_of(task)]
+            assert threads
+            assert all(os.sched_getscheduler(thread) == os.SCHED_BATCH for thread in threads)
         os._exit(total)
 
     ranks = [multiprocessing.get_context("fork").Process(target=meet, args=(rank,)) for rank in range(2)]
     for process in ranks:
         process.start()
     assert codes(ranks) == [21, 21]
+
+
+def _name_of(task: Path) -> str:
+    return (task / "comm").read_text()
