@@ -46,8 +46,9 @@ class Settings(BaseModel):
         settings; and strings that a shell would expand, since a folder named `~` or `$SCRATCH` would be made. The
         validation context `saved` (settings from a checkpoint, whose folders exist) allows the last."""
         types = _types_within(cls.model_fields[str(info.field_name)].annotation)
-        is_section = isinstance(value, dict) and not any(get_origin(kind) is dict for kind in types)
-        for text in () if is_section else _strings_within(value):  # a section validates its own
+        takes_dict = any(get_origin(kind) is dict for kind in types)  # a section validates its own fields
+        items = value if isinstance(value, list | tuple) else [value]
+        for text in _strings_within(value) if takes_dict else (item for item in items if isinstance(item, str)):
             if "\0" in text:
                 raise ConfigError(str(info.field_name), "have no zero byte", got=repr(text))
             if _SHELL_WORD.search(text) and not (info.context or {}).get("saved"):

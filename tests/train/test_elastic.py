@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,14 @@ def test_a_tensor_group_stays_within_a_node_and_needs_its_ranks(tmp_path: Path) 
 def test_a_rank_that_waits_ends_with_the_others_and_may_be_lost(tmp_path: Path) -> None:
     write_text(tmp_path)
     config = small_config(tmp_path, ELASTIC)
-    ranks = start_ranks(config, 3, tmp_path)
+
+    def wait_for_rank_2(rank: int) -> None:
+        """The training of a second may be over before a rank that waits for a processor has come."""
+        while rank == 0 and "waits" not in said(tmp_path, 2):
+            time.sleep(0.01)
+
+    (tmp_path / "rank-2.log").touch()
+    ranks = start_ranks(config, 3, tmp_path, sabotage=wait_for_rank_2)
     assert codes(ranks) == [0, 0, 0], "".join(said(tmp_path, rank) for rank in range(3))
     assert said(tmp_path, 2) == ("rank 2 waits: 8 rows a step in micro-batches of 2 can be split over 2 of 3 ranks\n")
     assert "2 of 3 ranks train" in said(tmp_path, 0)
