@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
     [
         (0, "fp32"),
         (1, "bf16"),
-        (2, "fp32"),
+        long(2, "fp32"),
         (3, "bf16"),
         long(0, "bf16"),
         long(1, "fp32"),

@@ -13,8 +13,8 @@ from support.small_run import write_text
 MESHES = [(1, 1), (1, 2), (2, 1), (2, 2)]
 MATRIX = [(o, stage, *mesh) for o in ("headless", "vanilla") for stage in (0, 1, 2, 3) for mesh in MESHES]
 MATRIX += [("tied", stage, 2, 2) for stage in (0, 1, 2, 3)]
-QUICK = [("headless", stage, 1, 2) for stage in (0, 1, 2, 3)] + [("vanilla", 0, 2, 1), ("vanilla", 3, 2, 1)]
-QUICK += [("headless", 0, 1, 1), ("headless", 3, 1, 1), ("headless", 1, 2, 2)]
+QUICK = [("headless", stage, 1, 2) for stage in (0, 1, 2, 3)] + [("vanilla", 3, 2, 1)]
+QUICK += [("headless", 0, 1, 1), ("headless", 1, 2, 2)]
 """Every stage on two data ranks, two on tensor ranks (the others there below), and both kinds of rank at once."""
 
 

@@ -36,7 +36,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Course:
 @pytest.mark.parametrize(
     ("stage", "tensor", "data", "changes"),
     [long(stage, 2, 2, {"parallel.sequence": stage % 2 == 0}) for stage in (0, 1, 2, 3)]
-    + [(0, 1, 1, {}), (1, 1, 2, {}), (2, 2, 1, {"parallel.sequence": True})]
+    + [(0, 1, 1, {}), (1, 1, 2, {}), long(2, 2, 1, {"parallel.sequence": True})]
     + [(3, 1, 2, {}), long(3, 2, 1, {"engine.activation_checkpointing": True})],
     ids=str,
 )
@@ -67,7 +67,7 @@ GEMMA3 = {"model.family": "gemma3", "model.num_key_heads": 1, "model.local_windo
 @pytest.mark.parametrize(
     ("objective", "stage", "tensor", "data", "changes"),
     [
-        ("headless", 2, 1, 2, GPT2 | ROWS),
+        long("headless", 2, 1, 2, GPT2 | ROWS),
         long("vanilla", 1, 2, 2, GPT2),
         long("headless", 3, 2, 1, GPT2 | {"parallel.sequence": True}),
         ("headless", 3, 1, 2, GEMMA3),
@@ -107,7 +107,7 @@ DIFFUSION = {"masking": {"mask_token": 60, "cls_token": 61, "sep_token": 62, "sp
         long("headless", 3, 2, 1, MODERNBERT, {"parallel.sequence": True, "objective.group_samples": 1}),
         ("headless", 1, 1, 2, BERT, {"masking.strategy": "frequency"}),
         long("vanilla", 1, 1, 4, BERT, {"batch.micro_size": 1}),
-        ("headless", 3, 2, 1, ROBERTA, {}),
+        long("headless", 3, 2, 1, ROBERTA, {}),
         long("vanilla", 2, 2, 2, ROBERTA, {}),
         long("vanilla", 3, 2, 1, MODERNBERT, {}),
         ("vanilla", 1, 2, 1, MODERNBERT, {}),
@@ -129,12 +129,12 @@ BAG = {"objective.retromae.bag_weight": 0.5}
 @pytest.mark.parametrize(
     ("objective", "stage", "tensor", "data", "model", "changes"),
     [
-        ("headless", 2, 1, 2, BERT, {"objective.group_samples": 4, "engine.embedding": "rows"}),
+        long("headless", 2, 1, 2, BERT, {"objective.group_samples": 4, "engine.embedding": "rows"}),
         ("headless", 3, 2, 1, MODERNBERT, {"parallel.sequence": True, "objective.bias": "once"}),
         ("headless", 1, 1, 2, BERT, {"objective.candidates": "own"}),
         ("vanilla", 1, 2, 1, BERT, {}),
         ("headless", 2, 1, 2, MODERNBERT, {"objective.group_samples": 4, "engine.embedding": "rows", **BAG}),
-        ("vanilla", 3, 2, 1, BERT, BAG),
+        long("vanilla", 3, 2, 1, BERT, BAG),
         long("headless", 1, 2, 2, BERT, {"objective.vanilla_weight": 0.3, "objective.group_samples": 8}),
         long("headless", 3, 2, 2, BERT, {"objective.group_samples": 8, "objective.bias": "own_once", **BAG}),
         long("tied", 3, 2, 2, MODERNBERT, {"batch.micro_size": 1}),
@@ -152,7 +152,7 @@ def test_retromae_equals_plain_torch(
 @pytest.mark.parametrize(
     ("objective", "stage", "tensor", "data", "model", "changes"),
     [
-        ("headless", 2, 1, 2, MODERNBERT, {"objective.group_samples": 4, "engine.embedding": "rows"}),
+        long("headless", 2, 1, 2, MODERNBERT, {"objective.group_samples": 4, "engine.embedding": "rows"}),
         ("headless", 3, 2, 1, MODERNBERT, {"parallel.sequence": True, "objective.max_candidates": 20}),
         ("tied", 1, 1, 2, BERT, {"masking.masks_from_layer": 1}),
         ("headless", 1, 2, 1, BERT, {"objective.vanilla_weight": 0.3}),
@@ -173,7 +173,7 @@ MULTI_TOKEN = {"objective.multi_token": {"heads": 2, "weight": 1.0}}
 @pytest.mark.parametrize(
     ("objective", "stage", "tensor", "data", "changes"),
     [
-        ("headless", 0, 1, 2, {"objective.group_samples": 8}),
+        long("headless", 0, 1, 2, {"objective.group_samples": 8}),
         ("headless", 2, 1, 2, ROWS | LLAMA),
         ("headless", 3, 1, 2, GPT2),
         ("vanilla", 1, 2, 1, {}),

@@ -25,7 +25,7 @@ RATED = {"optimizer.table": {"learning_rate_ratio": 4}, "model.init_embedding_st
 @pytest.mark.parametrize(
     ("objective", "stage", "tensor", "data"),
     [long("vanilla", stage, 2, 2) for stage in (0, 1, 2, 3)]
-    + [("headless", 0, 1, 1), ("vanilla", 1, 2, 1), ("vanilla", 2, 1, 2), ("tied", 3, 1, 2)],
+    + [("headless", 0, 1, 1), ("vanilla", 1, 2, 1), long("vanilla", 2, 1, 2), ("tied", 3, 1, 2)],
 )
 def test_a_rate_for_table_and_head_equals_plain_torch(
     tmp_path: Path, references: dict[str, Course], objective: str, stage: int, tensor: int, data: int
@@ -45,7 +45,7 @@ MUON = {"optimizer.name": "muon", "optimizer.table": {"learning_rate_ratio": 2}}
     + [
         (0, 1, 1, {}),
         long(2, 2, 1, {}),
-        (3, 1, 2, {}),
+        long(3, 1, 2, {}),
         (1, 1, 2, {"model.family": "llama", "model.num_key_heads": 1}),
         (2, 2, 1, {"engine.embedding": "rows"}),
     ],

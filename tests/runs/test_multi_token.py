@@ -73,7 +73,7 @@ def test_exports_and_held_out_rows_have_nothing_of_it(tmp_path: Path, family: st
     [
         {"engine.precision": "bf16", "engine.activation_checkpointing": True},
         long({"data.pack": "best_fit", "model.family": "llama"}),
-        {"objective.score": "cosine", "objective.temperature": 0.1, "objective.learned_temperature": True},
+        long({"objective.score": "cosine", "objective.temperature": 0.1, "objective.learned_temperature": True}),
         {"objective.negatives": 16, "objective.max_candidates": 40, "objective.vanilla_weight": 0.2},
         {"model.vocab_size": 61, "masked_inputs": {"mask_token": 60, "share": 0.3}},
     ],

@@ -91,7 +91,7 @@ def test_the_decoder_learns_what_cls_tells(
         long({}),
         {"engine.embedding": "rows", "optimizer.eps": 1e-4, "objective.retromae.bag_weight": 0.5},
         long({"objective": {"name": "vanilla", "tied": True, "retromae": {"bag_weight": 0.5}}}),
-        {"objective": TSDAE, "engine.embedding": "rows", "optimizer.eps": 1e-4},
+        long({"objective": TSDAE, "engine.embedding": "rows", "optimizer.eps": 1e-4}),
     ],
     ids=str,
 )
@@ -142,11 +142,11 @@ def test_exports_and_held_out_rows_have_nothing_of_it(tmp_path: Path, family: st
 @pytest.mark.parametrize(
     "changes",
     [
-        {"masking.masks_from_layer": 1},
+        long({"masking.masks_from_layer": 1}),
         long({"masking.strategy": "hardest", "masking.adapt_every": 2, "masking.count": "bernoulli"}),
         {"data.pack": "best_fit", "data.documents_a_row": 1, "engine.precision": "bf16"},
         long({"objective.score": "cosine", "objective.temperature": 0.1, "objective.learned_temperature": True}),
-        {"objective": TSDAE, "masking.masks_from_layer": 1},
+        long({"objective": TSDAE, "masking.masks_from_layer": 1}),
         {"objective": TSDAE, "data.pack": "best_fit", "engine.precision": "bf16", "model.num_layers": 4}
         | {"masking.dropping": {"from_layer": 1, "keep_share": 0.4}},
     ],
