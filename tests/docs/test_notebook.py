@@ -22,6 +22,7 @@ TINY = {
 """What is made smaller, or stands for the kernel; each stands somewhere in the notebook."""
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_notebook_runs_in_an_empty_folder(tmp_path: Path) -> None:
     cells = json.loads(NOTEBOOK.read_text())["cells"]

@@ -149,7 +149,7 @@ def recorded_bad_run(group: Group, config: RunConfig) -> tuple[str, int, bool]:
 @pytest.mark.parametrize(
     ("changes", "action"),
     [
-        (stage(0), "skip"),
+        long(stage(0), "skip"),
         (stage(0), "rollback"),
         (stage(1) | BF16, "skip"),
         long(stage(1) | BF16, "rollback"),

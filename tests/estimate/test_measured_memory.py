@@ -83,7 +83,7 @@ def peak(world: Group, config: RunConfig) -> int:
 @measures_peaks
 @pytest.mark.parametrize(
     ("stage", "precision", "tensor"),
-    long_but([(1, "bf16", 1), (0, "fp32", 2)], [(s, "bf16", 1) for s in range(4)] + [(3, "fp32", 1), (0, "fp32", 2)]),
+    long_but([(1, "bf16", 1)], [(s, "bf16", 1) for s in range(4)] + [(3, "fp32", 1), (0, "fp32", 2)]),
 )
 def test_the_estimate_is_near_the_measured_peak(text: Path, stage: int, precision: str, tensor: int) -> None:
     """Measured: 1.02 to 1.08 times the estimate."""

@@ -24,6 +24,7 @@ from support.stated import Stated
 TEXTS = ["the cat sat on the mat " * 12, "où est le chat ?", "the dog saw the cat"]
 
 
+@pytest.mark.long
 def test_lm_eval_finds_the_same(tmp_path: Path) -> None:
     save_small(tmp_path / "run", small_config(model={"vocab_size": 300, "max_positions": 32}))
     save_tokenizer(tmp_path / "run" / "tokenizer.json")

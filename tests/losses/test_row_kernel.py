@@ -20,6 +20,7 @@ from megahead.losses.fused_softmax import TorchChunkSoftmax, build_chunk_softmax
 from megahead.losses.scores import Dot
 from megahead.losses.softmax import CandidateShard, Softmax, candidate_loss, candidate_loss_reference
 from support.cuda_rules import CudaRounding
+from support.long import long
 from support.on_ranks import on_ranks
 from support.row_kernel_cases import assert_rounded_once, drawn, interpret, on_device, solved, truth
 
@@ -61,7 +62,7 @@ def test_half_precision_rounds_bf16_scores_residuals_and_results_alone(
     assert_rounded_once(solved(loss, [outputs, rows]), truth(outputs, rows, candidates, 1.0), dtype)
 
 
-@pytest.mark.parametrize(("n", "u", "d"), [(1, 2, 1), (21, 35, 24), (33, 130, 40), (8, 17, 64)])
+@pytest.mark.parametrize(("n", "u", "d"), [(1, 2, 1), (21, 35, 24), long(33, 130, 40), (8, 17, 64)])
 @pytest.mark.parametrize("apart", [False, True])
 def test_a_rounded_score_changes_a_loss_by_2_to_the_minus_7_of_the_largest(
     device: torch.device, n: int, u: int, d: int, apart: bool

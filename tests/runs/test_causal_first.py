@@ -126,6 +126,7 @@ def test_a_resumed_run_equals_the_undisturbed_one_bitwise(
         assert same_tensors(whole, again), step
 
 
+@pytest.mark.long
 def test_a_run_stopped_after_each_step_equals_the_undisturbed_one_bitwise(tmp_path: Path) -> None:
     """With a rate of masks that moves from the switch on, wherever the run goes on."""
     write_text(tmp_path)
@@ -245,6 +246,7 @@ def test_the_switch_stays_where_it_was(tmp_path: Path) -> None:
     assert "differs in model.is_causal (was True, is False)" in sentence
 
 
+@pytest.mark.long
 def test_a_rollback_goes_to_the_switch_and_counts_anew_there(tmp_path: Path) -> None:
     write_text(tmp_path)
     bad = (4 * SWITCH,)

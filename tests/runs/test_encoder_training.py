@@ -101,7 +101,7 @@ def test_resuming_is_bitwise(tmp_path: Path, objective: str, changes: dict[str, 
     [
         ("headless", 2, 2, 1, "dense"),
         long("headless", 3, 1, 2, "dense"),
-        ("vanilla", 1, 1, 2, "dense"),
+        long("vanilla", 1, 1, 2, "dense"),
         long("vanilla", 3, 2, 2, "dense"),
         ("headless", 1, 1, 2, "rows"),
         long("headless", 3, 2, 2, "rows"),

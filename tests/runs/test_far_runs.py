@@ -24,6 +24,7 @@ from megahead.train.run import pretrain
 from megahead.train.session import resolve_resume
 from support.far_stores import Faulty, faults, s3  # noqa: F401 - a fixture
 from support.killable import codes, said, start_ranks
+from support.long import long
 from support.mirrored import steps_in_mirror
 from support.named import folder_of, without_digits
 from support.on_ranks import on_ranks
@@ -71,7 +72,9 @@ def undisturbed(folder: Path, ranks: int, changes: dict[str, Any]) -> Path:
     return Path(there)
 
 
-@pytest.mark.parametrize("changes", [stage(1), {"training.save_in_background": True}], ids=["at once", "background"])
+@pytest.mark.parametrize(
+    "changes", [stage(1), long({"training.save_in_background": True})], ids=["at once", "background"]
+)
 def test_an_empty_disk_goes_on_from_the_mirror_and_the_run_is_the_same(
     changes: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -108,7 +108,7 @@ def test_every_mesh_and_stage_takes_the_course_of_one_rank(tmp_path: Path) -> No
     courses(tmp_path, "headless", MESHES)
 
 
-@pytest.mark.parametrize("generator", long_but(["headless", "vanilla"], OBJECTIVES))
+@pytest.mark.parametrize("generator", long_but(["headless"], OBJECTIVES))
 def test_two_ranks_take_the_course_of_one(tmp_path: Path, generator: str) -> None:
     courses(tmp_path, generator, [(2, stage(3 if generator == "headless" else 1))])
 

@@ -16,6 +16,7 @@ from megahead.config.run import RunConfig
 from megahead.distributed.group import Group
 from megahead.engine.engine import Engine
 from megahead.errors import FieldError
+from support.long import long
 from support.on_ranks import on_ranks
 from support.small_run import small_config, write_text
 
@@ -48,7 +49,7 @@ def test_both_kinds_take_the_same_steps(tmp_path: Path) -> None:
     assert max(float((a - b).abs().max()) for a, b in zip(rows, dense, strict=True)) < 1e-5
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, long(2)])
 def test_a_line_for_each_vocabulary_and_kind(tmp_path: Path, ranks: int) -> None:
     write_text(tmp_path)
     told = vocabularies.time_vocabularies(small_config(tmp_path), [60, 200_000], ranks, None, 2, CPU)

@@ -24,7 +24,7 @@ from support.runner import TINY, results
         long("four-layers", "rate-40-late-of-4"),
         long("four-layers", "dropping-of-4"),
         long("diffusion", "diffusion-vanilla"),
-        ("detection", "electra-vanilla"),
+        long("detection", "electra-vanilla"),
         ("small", "softmax-10"),
         long("small-encoder", "untied"),
     ],

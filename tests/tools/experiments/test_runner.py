@@ -139,6 +139,7 @@ def test_a_run_that_was_stopped_is_no_result_until_it_went_on(
     assert runner.train("small-headless", "early", *runner.data()).training[-1]["step"] == 2
 
 
+@pytest.mark.long
 def test_runs_train_on_as_many_ranks_as_asked(runner: ExperimentRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = runner.train("small-headless", "alone", *(data := runner.data()))
     monkeypatch.setattr("experiments.runner.run_python", run_python)
