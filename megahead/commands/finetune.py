@@ -65,8 +65,7 @@ def run() -> None:
     require_at_least(1, seeds=arguments.seeds, max_train_rows=arguments.max_train_rows, threads=arguments.threads)
     sources = DataSource(arguments.data)
     names = expand_task_names(arguments.task, sources, RETRIEVAL_PREFIX)
-    if arguments.loss and all(name.startswith(RETRIEVAL_PREFIX) for name in names):
-        raise FieldError("--loss", f"be left out with {RETRIEVAL_PREFIX}PATH, which has no classes", got=arguments.loss)
+    refuse_unread_options(names, arguments)
     tasks = [load_with_settings(name, sources, arguments) for name in names]
     if arguments.save:
         require_one_run(tasks, arguments)
@@ -79,6 +78,21 @@ def run() -> None:
         torch.set_num_threads(arguments.threads)
     with distributed_session(launch, choose_device("auto", launch.local_rank), WAIT_SECONDS) as group:
         compare(tasks, arguments, group)
+
+
+def refuse_unread_options(names: Sequence[str], arguments: argparse.Namespace) -> None:
+    """FieldError for an option that no task reads."""
+    retrieval = f"{RETRIEVAL_PREFIX}PATH"
+    if arguments.loss and all(name.startswith(RETRIEVAL_PREFIX) for name in names):
+        raise FieldError("--loss", f"be left out with {retrieval}, which has no classes", got=arguments.loss)
+    for option, prefix, task in (
+        ("pooling", RETRIEVAL_PREFIX, retrieval),
+        ("temperature", RETRIEVAL_PREFIX, retrieval),
+        ("languages", "xnli/", "xnli"),
+    ):
+        value = getattr(arguments, option)
+        if value is not None and not any(name.startswith(prefix) for name in names):
+            raise FieldError(f"--{option}", f"be left out without --task {task}, which alone reads it", got=value)
 
 
 def compare(tasks: Sequence[tuple[TaskData, FineTuningSettings]], arguments: argparse.Namespace, group: Group) -> None:
@@ -144,15 +158,15 @@ def load_with_settings(
     name: str, sources: DataSource, arguments: argparse.Namespace
 ) -> tuple[TaskData, FineTuningSettings]:
     """A task's data and fine-tuning settings."""
-    languages = arguments.languages.split(",")
+    languages = arguments.languages.split(",") if arguments.languages else list(XNLI_LANGUAGES)
     unknown = [language for language in languages if language not in XNLI_LANGUAGES]
     if unknown:
         raise FieldError("--languages", f"name languages of {', '.join(XNLI_LANGUAGES)}", got=unknown[0])
     names = ("learning_rate", "weight_decay", "batch_size", "epochs", "max_length")
     changes = {key: value for key in names if (value := getattr(arguments, key)) is not None}
     if name.startswith(RETRIEVAL_PREFIX):
-        contrastive = ContrastiveSettings(**changes, pooling=arguments.pooling, temperature=arguments.temperature)
-        return load_pairs(name, arguments.max_train_rows), contrastive
+        changes |= {key: value for key in ("pooling", "temperature") if (value := getattr(arguments, key)) is not None}
+        return load_pairs(name, arguments.max_train_rows), ContrastiveSettings(**changes)
     settings = paper_settings(name, arguments.loss, **changes)
     return load_task(name, sources, max_train_rows=arguments.max_train_rows, languages=languages), settings
 
@@ -179,15 +193,15 @@ def _parser() -> argparse.ArgumentParser:
     add("--floor", action="store_true", help="also fine-tune the first model with random weights")
     add("--curve", type=Path, metavar="PNG", help="draw the scores of checkpoints against tokens and hours")
     add("--max-train-rows", type=int, metavar="N", help="train on at most N rows, drawn at random")
-    add("--languages", default=",".join(XNLI_LANGUAGES), metavar="A,B", help="test XNLI in these")
+    add("--languages", metavar="A,B", help="test XNLI in these (default: all)")
     add("--loss", choices=get_args(LossName), help="`balanced` weighs classes equally (default; XNLI: regular)")
     add("--epochs", type=int, metavar="N", help="default: 10, retrieval 3; the best one is reported")
     add("--batch-size", type=int, metavar="N", help="default: 32, XNLI 128, retrieval 64")
     add("--learning-rate", type=float, metavar="X", help="default: 1e-5, regular 5e-6, XNLI 2e-5, retrieval 1e-4")
     add("--weight-decay", type=float, metavar="X", help="default: 0, regular and retrieval 0.01")
     add("--max-length", type=int, metavar="N", help="tokens of a sequence (default: 128)")
-    add("--pooling", choices=POOLINGS, default="mean", help="a text's vector under retrieval (default: mean)")
-    add("--temperature", type=float, default=0.05, metavar="X", help="retrieval's initial temperature (default: 0.05)")
+    add("--pooling", choices=POOLINGS, help="a text's vector under retrieval (default: mean)")
+    add("--temperature", type=float, metavar="X", help="retrieval's initial temperature (default: 0.05)")
     add("--save", type=Path, metavar="DIR", help="write the encoder tuned for retrieval there")
     add("--threads", type=int, metavar="N", help="CPU threads (default: torch's)")
     return parser

@@ -170,6 +170,12 @@ def test_the_command_on_two_ranks_equals_one_process(tmp_path: Path) -> None:
             ["--loss", "balanced"],
             "`--loss` must be left out with retrieval/PATH, which has no classes, but is balanced",
         ),
+        (["--languages", "de"], "`--languages` must be left out without --task xnli, which alone reads it, but is de"),
+        (
+            ["--task", "glue/rte", "--pooling", "cls"],
+            "`--pooling` must be left out without --task retrieval/PATH, which alone reads it, but is cls",
+        ),
+        (["--task", "glue/rte", "--temperature", 0.1], "`--temperature` must be left out without --task retrieval/"),
         (["--batch-size", 1], "must have at least two queries of a batch on each of 1 rank, but has"),
         (["--task", "retrieval/F/none.jsonl"], "none.jsonl` must be a readable text file, but is not"),
         (["--task", "retrieval/F/few.jsonl"], "must hold pairs of at least 10 queries, of which one is held out"),
