@@ -245,6 +245,9 @@ class CausalEncoderCollator(RowCollator):
         next_ids_N = batch.input_ids_BT.reshape(-1)[batch.target_index_N + 1]
         return replace(batch, target_ids_N=next_ids_N, max_targets_per_row=None)
 
+    def num_predicted_tokens(self, info: DatasetInfo) -> int:
+        return info.tokens
+
 
 @dataclass(frozen=True)
 class MaskedInputCollator(RowCollator):

@@ -54,14 +54,19 @@ def test_bits_per_byte_are_left_out_where_nobody_counted_bytes_or_only_some_toke
     tmp_path: Path,
 ) -> None:
     assert held_out(text(tmp_path)).evaluate(evenly, None, CPU).bits_per_byte is None
-    encoder = small_config(
-        model={"family": "bert", "token_types": 2, "max_positions": 32},
-        data={"sequence_length": 16, "end_token": 2},
-        masking={"mask_token": 3, "cls_token": 1, "sep_token": 2, "rate": 0.3},
+    encoder, causal = (
+        small_config(
+            model={"family": "bert", "token_types": 2, "max_positions": 32, "is_causal": is_causal},
+            data={"sequence_length": 16, "end_token": 2},
+            masking={"mask_token": 3, "cls_token": 1, "sep_token": 2},
+        )
+        for is_causal in (False, True)
     )
     samples = held_out_samples(IndexedDataset(text(tmp_path, 81)), encoder.sample_length())
     masked = ValidationSet(samples, held_out_collator(encoder), 5, 4, Group())
     assert masked.evaluate(evenly, None, CPU).bits_per_byte is None
+    begun_causally = ValidationSet(samples, held_out_collator(causal), 5, 4, Group())
+    assert begun_causally.evaluate(evenly, None, CPU).bits_per_byte == pytest.approx(log2(32))
 
 
 def test_masked_diffusion_is_an_upper_bound_in_bits_of_all_text_but_for_special_tokens(tmp_path: Path) -> None:
