@@ -13,8 +13,8 @@ from __future__ import annotations
 import errno
 import re
 import shutil
+import sys
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -49,6 +49,7 @@ from megahead.errors import CheckpointError, UserError
 from megahead.files import VISIBLE_SECONDS, is_full, publish_folder, wait_until_visible, write_atomically
 from megahead.remote_files import DamagedError
 from megahead.run_folder import RunFolder
+from megahead.wording import print_line
 
 
 @dataclass(frozen=True)
@@ -209,8 +210,10 @@ def write_collectively(
         disk.publish(name)
         if rules is not None:
             disk.write_latest(Latest(name, manifest.ancestors))
-            with suppress(OSError):  # the new checkpoint is complete; the next save removes older ones
+            try:
                 retain(disk, rules)
+            except OSError as error:  # the new checkpoint is complete; the next save tries again
+                print_line(f"warning: an older checkpoint cannot be removed ({error}).", sys.stderr)
 
     try:
         run_on_first_rank(group, lambda: disk.prepare(name, num_bytes), describe_error)

@@ -135,7 +135,7 @@ def test_what_is_copied_does_not_follow_what_goes_on_changing(tmp_path: Path) ->
 
 
 def test_a_save_succeeds_where_an_older_checkpoint_cannot_be_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save(tmp_path, 1)
 
@@ -146,6 +146,9 @@ def test_a_save_succeeds_where_an_older_checkpoint_cannot_be_removed(
     tensors = {"weight": torch.ones(50)}
     save_checkpoint(tmp_path, 2, tensors.items(), state={}, config={}, group=Group(), rules=RetentionRules(newest=1))
     assert open_checkpoint(tmp_path).step == 2
+    assert capsys.readouterr().err == (
+        "warning: an older checkpoint cannot be removed ([Errno 13] Permission denied).\n"
+    )
 
 
 def test_too_little_room_is_seen_before_writing_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
