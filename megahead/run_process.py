@@ -58,12 +58,15 @@ def pretrain(
     interrupted, stopped = False, False
     with subprocess.Popen(command, text=True, env=environment(ranks), **streams) as process:  # type: ignore[call-overload]
         while output is None:
+            has_ended = process.poll() is not None  # ranks of a killed launcher may keep its output open
             try:
                 output = process.communicate(timeout=None if must_stop is None or stopped else POLL_SECONDS)[0] or ""
             except KeyboardInterrupt:  # the run receives the signal too, and saves
                 interrupted = True
-            except subprocess.TimeoutExpired:
-                if must_stop is not None and must_stop():
+            except subprocess.TimeoutExpired as error:
+                if has_ended:
+                    output = (error.stdout or b"").decode(errors="replace")
+                elif must_stop is not None and must_stop():
                     process.terminate()
                     stopped = True
     if process.returncode in (130, -signal.SIGINT) or (process.returncode and interrupted):

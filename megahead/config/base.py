@@ -44,20 +44,21 @@ class Settings(BaseModel):
     def _refuse_unsafe_strings(cls, value: Any, info: ValidationInfo) -> Any:
         """Refuses strings with zero bytes, which would truncate a path; secrets, which would be saved with the
         settings; and strings that a shell would expand, since a folder named `~` or `$SCRATCH` would be made. The
-        validation context `saved` (settings from a checkpoint, whose folders exist) allows the last."""
-        types = _types_within(cls.model_fields[str(info.field_name)].annotation)
-        takes_dict = any(get_origin(kind) is dict for kind in types)  # a section validates its own fields
-        items = value if isinstance(value, list | tuple) else [value]
-        for text in _strings_within(value) if takes_dict else (item for item in items if isinstance(item, str)):
-            if "\0" in text:
-                raise ConfigError(str(info.field_name), "have no zero byte", got=repr(text))
-            if _SHELL_WORD.search(text) and not (info.context or {}).get("saved"):
-                hint = "no shell expands settings; name the folder itself"
-                raise ConfigError(str(info.field_name), "be written out", got=repr(text), hint=hint)
-            try:
-                refuse_secrets(str(info.field_name), text)
-            except FieldError as error:
-                raise ConfigError(error.field, error.rule, got=error.got, hint=error.hint) from None
+        validation context `saved` (settings from a checkpoint, whose folders exist) allows the last. Within fields that
+        take a dict only secrets are refused, and only in new settings."""
+        field, saved = str(info.field_name), bool((info.context or {}).get("saved"))
+        for text in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(text, str):
+                if "\0" in text:
+                    raise ConfigError(field, "have no zero byte", got=repr(text))
+                if _SHELL_WORD.search(text) and not saved:
+                    hint = "no shell expands settings; name the folder itself"
+                    raise ConfigError(field, "be written out", got=repr(text), hint=hint)
+                _refuse_secrets(field, text)
+        types = _types_within(cls.model_fields[field].annotation)
+        if isinstance(value, dict) and not saved and any(get_origin(kind) is dict for kind in types):
+            for text in _strings_within(value):
+                _refuse_secrets(field, text)
         return value
 
     def changed(self, *fields: str) -> dict[str, Any]:
@@ -71,6 +72,13 @@ class Settings(BaseModel):
 def _types_within(annotation: Any) -> list[Any]:
     """A type and those in it, as of `int | None`."""
     return [annotation, *chain.from_iterable(map(_types_within, get_args(annotation)))]
+
+
+def _refuse_secrets(field: str, text: str) -> None:
+    try:
+        refuse_secrets(field, text)
+    except FieldError as error:
+        raise ConfigError(error.field, error.rule, got=error.got, hint=error.hint) from None
 
 
 def _strings_within(value: Any) -> Iterator[str]:

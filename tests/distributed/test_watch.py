@@ -263,9 +263,12 @@ def test_ranks_meet_at_an_address_of_either_kind_and_no_thread_of_gloo_preempts_
         launch = Launch(rank, 2, rank, address, port)
         with distributed_session(launch, torch.device("cpu"), 20) as group:
             total = sum(group.all_gather_objects(10 + rank))
-            threads = [int(task.name) for task in Path("/proc/self/task").iterdir() if "gloo" in _name_of(task)]
-            assert threads
-            assert all(os.sched_getscheduler(thread) == os.SCHED_BATCH for thread in threads)
+            if sys.platform == "linux":
+                threads = [int(task.name) for task in Path("/proc/self/task").iterdir() if "gloo" in _name_of(task)]
+                assert threads
+                assert {os.sched_getscheduler(thread) for thread in threads} == {os.SCHED_BATCH}
+                assert os.sched_getscheduler(0) == os.SCHED_BATCH
+        assert sys.platform != "linux" or os.sched_getscheduler(0) == os.SCHED_OTHER
         os._exit(total)
 
     ranks = [multiprocessing.get_context("fork").Process(target=meet, args=(rank,)) for rank in range(2)]

@@ -6,7 +6,6 @@ import json
 import random
 from pathlib import Path
 
-import pytest
 from docs.test_pages import run_page
 
 from support.commands import ROOT
@@ -26,7 +25,6 @@ TINY = [
 ]
 
 
-@pytest.mark.long
 def test_the_page_about_items_from_its_first_to_its_last_command(tmp_path: Path) -> None:
     draw = random.Random(0)
     rows = [f"u{draw.randrange(30)},i{draw.randrange(40)},{time}" for time in range(600)]

@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 
 import numpy as np
-import pytest
 from docs.test_pages import run_page
 from hf.test_encoder_export import write_tokenizer
 
@@ -35,7 +34,6 @@ TINY = [
 ]
 
 
-@pytest.mark.long
 def test_the_page_about_search_from_its_first_command_to_its_search(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "data/bert-base-uncased-tokenizer.json")
     rows = [{"title": f"cat {k}", "text": f"The cat sat {k} times. The dog saw the mat."} for k in range(60)]

@@ -93,7 +93,7 @@ def resumed(group: Group, stage: int, changes: dict[str, Any]) -> dict[str, Any]
         (2, 1, {"engine.precision": "bf16"}),
         long(4, 2, {}),
         (2, 3, {}),
-        long(2, 1, {"optimizer.table": {"rule": "adamw_row", "learning_rate_ratio": 8}}),
+        (2, 1, {"optimizer.table": {"rule": "adamw_row", "learning_rate_ratio": 8}}),
         long(2, 0, {"optimizer.table": {"rule": "adagrad"}}),
     ],
 )

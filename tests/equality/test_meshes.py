@@ -15,7 +15,7 @@ MATRIX = [(o, stage, *mesh) for o in ("headless", "vanilla") for stage in (0, 1,
 MATRIX += [("tied", stage, 2, 2) for stage in (0, 1, 2, 3)]
 QUICK = [("headless", stage, 1, 2) for stage in (0, 1, 2, 3)] + [("vanilla", 3, 2, 1)]
 QUICK += [("headless", 0, 1, 1), ("headless", 1, 2, 2)]
-"""Every stage on two data ranks, two on tensor ranks (the others there below), and both kinds of rank at once."""
+"""Every stage on two data ranks, stage 3 on tensor ranks, and both kinds of rank at once."""
 
 
 @pytest.mark.parametrize(("objective", "stage", "tensor", "data"), long_but(QUICK, MATRIX))

@@ -152,7 +152,7 @@ def test_retromae_equals_plain_torch(
 @pytest.mark.parametrize(
     ("objective", "stage", "tensor", "data", "model", "changes"),
     [
-        long("headless", 2, 1, 2, MODERNBERT, {"objective.group_samples": 4, "engine.embedding": "rows"}),
+        ("headless", 2, 1, 2, MODERNBERT, {"objective.group_samples": 4, "engine.embedding": "rows"}),
         ("headless", 3, 2, 1, MODERNBERT, {"parallel.sequence": True, "objective.max_candidates": 20}),
         ("tied", 1, 1, 2, BERT, {"masking.masks_from_layer": 1}),
         ("headless", 1, 2, 1, BERT, {"objective.vanilla_weight": 0.3}),

@@ -21,7 +21,7 @@ from support.small_run import write_text
 
 @pytest.mark.parametrize(
     ("stage", "objective", "tensor", "data"),
-    [long(0, "headless", 1, 2), (2, "headless", 1, 2), long(1, "headless", 1, 2), long(3, "headless", 1, 2)]
+    [(0, "headless", 1, 2), long(2, "headless", 1, 2), long(1, "headless", 1, 2), long(3, "headless", 1, 2)]
     + [(1, "vanilla", 2, 1), long(3, "vanilla", 2, 1)]
     + [long(stage, objective, 2, 2) for stage in (0, 1, 2, 3) for objective in ("headless", "vanilla")],
 )

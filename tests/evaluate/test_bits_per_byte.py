@@ -61,6 +61,12 @@ def test_the_error_over_documents_of_one_size_is_that_of_their_mean() -> None:
     assert bits_per_byte(Stated(nats), ["aaaa"])[0].stderr is None
 
 
+def test_bits_of_all_documents_are_divided_by_their_bytes_in_utf_8() -> None:
+    """As lm-eval does, to which the long test compares it."""
+    nats = {"où": -4.0, "a": -1.0, "déjà vu": -9.0}  # of 3, 1 and 9 bytes
+    assert bits_per_byte(Stated(nats), list(nats))[0].value == pytest.approx(14 / log(2) / 13)
+
+
 def test_a_text_that_is_missing_or_unreadable_is_reported(tmp_path: Path) -> None:
     with pytest.raises(FieldError, match="`--text` must name the file of task bits_per_byte"):
         task_files(["bits_per_byte"], tmp_path)

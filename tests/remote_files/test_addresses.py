@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megahead.commands import checkpoint_path
-from megahead.config.loading import config_from_dict
+from megahead.config.loading import config_from_checkpoint, config_from_dict
 from megahead.errors import ConfigErrors, FieldError, UserError
 from megahead.remote_files import RemoteError, Store, error_summary, is_below, is_remote, refuse_secrets, split_url
 from support.small_run import small_config
@@ -40,6 +40,15 @@ def test_a_place_on_a_disk_may_be_written_in_several_ways() -> None:
         assert is_below(other, "file:///a/b")
     assert not is_below("file:///a/bc", "file:///a/b")
     assert not is_below("s3://a//b", "s3://a/b")
+
+
+def test_settings_of_ones_own_that_were_saved_with_an_address_still_open(tmp_path: Path) -> None:
+    custom = {"objective": "mine.py:Mine", "settings": {"pages": ["https://host/page?id=7"], "pattern": "end$text"}}
+    saved = small_config(tmp_path).model_dump(mode="json")
+    saved["objective"]["custom"] = custom
+    assert config_from_checkpoint(saved, "a checkpoint").objective.custom.settings == custom["settings"]
+    with pytest.raises(ConfigErrors, match=f"`objective.custom.settings` {RULE}"):
+        config_from_dict(saved)
 
 
 @pytest.mark.parametrize("url", SECRETS)

@@ -82,7 +82,7 @@ def zero(number: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("number", "tensor", "data", "changes"),
     [
-        (0, 1, 1, {}),
+        (0, 1, 1, {"masking.final_rate": 0.5}),
         long(2, 2, 2, {"parallel.sequence": True, "engine.activation_checkpointing": True}),
         (1, 1, 2, ROWS | BOTH),
         long(3, 1, 2, ROWS | BOTH),
@@ -246,7 +246,6 @@ def test_the_switch_stays_where_it_was(tmp_path: Path) -> None:
     assert "differs in model.is_causal (was True, is False)" in sentence
 
 
-@pytest.mark.long
 def test_a_rollback_goes_to_the_switch_and_counts_anew_there(tmp_path: Path) -> None:
     write_text(tmp_path)
     bad = (4 * SWITCH,)

@@ -306,6 +306,16 @@ def test_a_process_is_stopped_before_its_first_step_or_saves(quick: Path, monkey
     assert (quick / "run/checkpoints/latest").exists()
 
 
+def test_a_log_that_goes_back_tells_no_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, log = [0.0], tmp_path / "metrics.jsonl"
+    monkeypatch.setattr(run_process, "monotonic", lambda: clock[0])
+    monitor = run_process.DeadlineMonitor(tmp_path, steps=1000, deadline=100, startup_seconds=1, tolerance=1)
+    for step in (10, 7, 10, 11):
+        clock[0] += 20
+        log.write_text(json.dumps({"step": step, "loss": 1.0}) + "\n")
+        assert monitor.must_stop() is (step == 11)
+
+
 def test_the_reason_of_a_failure_during_a_check_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "python"
     program.write_text("#!/bin/sh\nsleep 0.1; echo the reason; exit 3\n")
@@ -314,6 +324,20 @@ def test_the_reason_of_a_failure_during_a_check_is_told(tmp_path: Path, monkeypa
     monkeypatch.setattr(run_process, "POLL_SECONDS", 0.01)
     with pytest.raises(UserError, match="with code 3: the reason"):
         pretrain("config.yaml", quiet=True, must_stop=lambda: bool(time.sleep(0.3)))
+
+
+def test_a_killed_launcher_is_not_waited_for_though_its_ranks_have_its_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\nsleep 20 & echo the end; exit 3\n")
+    program.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(program))
+    monkeypatch.setattr(run_process, "POLL_SECONDS", 0.1)
+    start = time.monotonic()
+    with pytest.raises(UserError, match="with code 3: the end"):
+        pretrain("config.yaml", quiet=True, must_stop=lambda: False)
+    assert time.monotonic() - start < 10
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megahead.distributed.group import Group
-from megahead.distributed.launch import schedule_as_batch
+from megahead.distributed.launch import scheduled_as_batch
 
 
 def on_ranks(count: int, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
@@ -51,11 +51,11 @@ def _rank(rank: int, count: int, folder: str, function: Callable[..., Any], args
             if type(handler) is logging.StreamHandler:  # opened by the parent, before the test's capture
                 handler.setStream(sys.stdout)
         torch.set_num_threads(1)
-        schedule_as_batch()
         store = dist.FileStore(f"{folder}/store", count)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timedelta(seconds=60))
-        torch.save(function(Group.world(), *args), f"{folder}/result-{rank}")
-        dist.barrier()
+        with scheduled_as_batch():
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timedelta(seconds=60))
+            torch.save(function(Group.world(), *args), f"{folder}/result-{rank}")
+            dist.barrier()
         code = 0
     except BaseException:
         Path(folder, f"failure-{rank}").write_text(traceback.format_exc())

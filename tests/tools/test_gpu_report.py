@@ -43,7 +43,6 @@ def forked(command: Sequence[str], said: Path, wrong: Path, limit: float) -> int
     return done.returncode
 
 
-@pytest.mark.long
 @pytest.mark.slow
 def test_all_parts_run_tiny_on_the_cpu(tmp_path: Path) -> None:
     save_tokenizer(tmp_path / "t.json")

@@ -113,7 +113,6 @@ def test_all_are_trained_to_the_plain_ones_operations_and_fine_tuned(
     assert {*names} < {*scored}
 
 
-@pytest.mark.long
 def test_vocabularies_of_both_objectives_are_fine_tuned(
     runner: ExperimentRunner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

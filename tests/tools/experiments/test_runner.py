@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import TextIO
 
 import paper
@@ -36,6 +37,7 @@ from megahead.errors import FieldError, UserError
 from megahead.report.read import RunMetrics, read_metrics
 from megahead.run_folder import RunFolder
 from steps.once import output_lock
+from support.commands import ROOT
 from support.forked import fork_pythons
 from support.runner import TINY, run_logged
 
@@ -137,6 +139,18 @@ def test_a_run_that_was_stopped_is_no_result_until_it_went_on(
         runner.train("small-headless", "early", *runner.data())
     monkeypatch.setattr("experiments.runner.run_python", run_logged)
     assert runner.train("small-headless", "early", *runner.data()).training[-1]["step"] == 2
+
+
+def test_python_runs_in_the_projects_root_on_as_many_ranks_as_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (tmp_path / "log").open("w") as log:
+        assert run_python(["-c", "import os; print(os.getcwd()); raise SystemExit(3)"], log) == 3
+    assert (tmp_path / "log").read_text() == f"{ROOT}\n"
+    commands = list[list[str]]()
+    monkeypatch.setattr("subprocess.run", lambda command, **_: commands.append(command) or CompletedProcess(command, 0))
+    assert run_python(["-m", "megahead"], sys.stdout, ranks=2) == 0
+    assert commands[0][-4:] == ["--nproc_per_node", "2", "-m", "megahead"]
 
 
 @pytest.mark.long
