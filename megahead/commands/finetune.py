@@ -158,7 +158,7 @@ def load_with_settings(
     name: str, sources: DataSource, arguments: argparse.Namespace
 ) -> tuple[TaskData, FineTuningSettings]:
     """A task's data and fine-tuning settings."""
-    languages = arguments.languages.split(",") if arguments.languages else list(XNLI_LANGUAGES)
+    languages = list(XNLI_LANGUAGES) if arguments.languages is None else arguments.languages.split(",")
     unknown = [language for language in languages if language not in XNLI_LANGUAGES]
     if unknown:
         raise FieldError("--languages", f"name languages of {', '.join(XNLI_LANGUAGES)}", got=unknown[0])
