@@ -13,6 +13,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 
+os.fsync = os.fstat  # no test cuts the power: a descriptor is checked, and no disk waited for
 gc.disable()  # until all is imported and collected, of which little is garbage
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 
