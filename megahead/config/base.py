@@ -55,9 +55,9 @@ class Settings(BaseModel):
                     hint = "no shell expands settings; name the folder itself"
                     raise ConfigError(field, "be written out", got=repr(text), hint=hint)
                 _refuse_secrets(field, text)
-        types = _types_within(cls.model_fields[field].annotation)
-        if isinstance(value, dict) and not saved and any(get_origin(kind) is dict for kind in types):
-            for text in _strings_within(value):
+        if isinstance(value, dict) and not saved:
+            takes_dict = any(get_origin(kind) is dict for kind in _types_within(cls.model_fields[field].annotation))
+            for text in _strings_within(value) if takes_dict else ():  # a section validates its own fields
                 _refuse_secrets(field, text)
         return value
 
@@ -86,8 +86,8 @@ def _strings_within(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, list | tuple | dict):
-        yield from chain.from_iterable(map(_strings_within, value))
-        yield from chain.from_iterable(map(_strings_within, value.values() if isinstance(value, dict) else ()))
+        parts = chain(value, value.values() if isinstance(value, dict) else ())
+        yield from chain.from_iterable(map(_strings_within, parts))
 
 
 def require(condition: object, field: str, rule: str, *, got: Any, hint: str = "") -> None:

@@ -330,14 +330,16 @@ def test_a_killed_launcher_is_not_waited_for_though_its_ranks_have_its_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = tmp_path / "python"
-    program.write_text("#!/bin/sh\nsleep 20 & echo the end; exit 3\n")
+    program.write_text("#!/bin/sh\nsleep 20 & echo $! > rank; echo the end; exit 3\n")
     program.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(program))
     monkeypatch.setattr(run_process, "POLL_SECONDS", 0.1)
+    monkeypatch.chdir(tmp_path)
     start = time.monotonic()
     with pytest.raises(UserError, match="with code 3: the end"):
         pretrain("config.yaml", quiet=True, must_stop=lambda: False)
     assert time.monotonic() - start < 10
+    psutil.Process(int((tmp_path / "rank").read_text())).kill()
 
 
 @pytest.mark.parametrize(
