@@ -16,6 +16,8 @@ from typing import cast
 import torch
 from torch import nn
 
+from megahead.checkpoints.disk import step_folders
+from megahead.checkpoints.store import step_of
 from megahead.config.plan import RunPlan, compile_conflict, phase_at, uses_cuda_graphs
 from megahead.config.run import RunConfig
 from megahead.config.token_subsets import subset_layers
@@ -28,7 +30,7 @@ from megahead.engine.engine import Engine, start_engine
 from megahead.engine.graphs import describe_graphs
 from megahead.errors import ArgumentError, ConfigError, UserError
 from megahead.estimate import memory_reductions, rank_memory
-from megahead.files import VISIBLE_SECONDS, wait_until_visible
+from megahead.files import VISIBLE_SECONDS, read_json, wait_until_visible
 from megahead.losses.candidates import training_free_bias
 from megahead.losses.contrastive import build_objective
 from megahead.models.attention_backends import AttentionSpec, choose_backend, is_masked_bf16_faster
@@ -114,9 +116,12 @@ def describe_elastic(plan: RunPlan, launch: Launch) -> list[tuple[str, str]]:
 
 
 def wait_for_end(config: RunConfig, launch: Launch, resume: str) -> Run:
-    """For a spare rank: waits until the training ranks end, and returns the run's result without its perplexity.
-    LostRankError if they fail."""
-    num_training, batch = launch.world_size, config.batch
+    """For a spare rank: waits until the training ranks end, unless the run has ended already, and returns the run's
+    result without its perplexity. LostRankError if they fail."""
+    num_training, batch, folder = launch.world_size, config.batch, config.folder()
+    if resume == "auto" and _has_finished(config):
+        print_line(f"rank {launch.rank} need not wait: the run in {folder} has finished")
+        return _result_of(folder)
     num_ranks = num_training + launch.spare_ranks
     if launch.rank == num_training:
         spare_ranks = format_numbers("rank", range(num_training, num_ranks))
@@ -127,9 +132,20 @@ def wait_for_end(config: RunConfig, launch: Launch, resume: str) -> Run:
         )
     with hand_over_replicas(config, launch):
         stand_by(launch, config.engine.timeout_seconds, shared_settings(config, resume))
-    wait_until_visible(config.folder().session_end, VISIBLE_SECONDS)
-    ending = json.loads(config.folder().session_end.read_text(encoding="utf-8"))
-    return Run(config.folder(), ending["step"], ending["ending"], None)
+    wait_until_visible(folder.session_end, VISIBLE_SECONDS)
+    return _result_of(folder)
+
+
+def _has_finished(config: RunConfig) -> bool:
+    """Whether the last session took all steps, and no checkpoint was removed since, so that none are to be repeated."""
+    folder, steps = config.folder(), config.training.steps
+    ending, newest = read_json(folder.session_end), next(iter(step_folders(folder.path)), None)
+    return ending is not None and newest is not None and min(ending["step"], step_of(newest)) >= steps
+
+
+def _result_of(folder: RunFolder) -> Run:
+    ending = json.loads(folder.session_end.read_text(encoding="utf-8"))
+    return Run(folder, ending["step"], ending["ending"], None)
 
 
 _NODE_LOCAL = ("output_dir", "data", "engine.deepspeed", "init", "tasks")

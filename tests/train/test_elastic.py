@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -10,12 +11,15 @@ from typing import Any
 
 import pytest
 
+from megahead.checkpoints.disk import step_folders
 from megahead.config.plan import RunPlan
 from megahead.distributed.launch import Launch, read_launch
 from megahead.errors import ConfigError, UserError
 from megahead.train.log import describe_mesh, previous_mesh
-from megahead.train.run import describe_elastic, elastic_launch, shared_settings
+from megahead.train.run import describe_elastic, elastic_launch, pretrain, shared_settings
 from megahead.train.saving import Lease, new_session_id
+from support.commands import free_port
+from support.forked import forked
 from support.killable import codes, said, start_ranks
 from support.named import without_digits
 from support.small_run import same_tensors, small_config, write_text
@@ -153,6 +157,23 @@ def test_a_rank_that_waits_ends_with_the_others_and_may_be_lost(tmp_path: Path) 
 
     assert codes(start_ranks(again, 3, tmp_path, sabotage=lost)) == [0, 0, -signal.SIGKILL]
     assert same_tensors(tmp_path / "run", tmp_path / "again")
+
+
+def test_a_rank_that_comes_after_the_end_does_not_wait(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """But it does where the last steps must be taken again."""
+    write_text(tmp_path)
+    config = small_config(tmp_path, ELASTIC | {"engine.timeout_seconds": 1})
+    late = Launch(2, 3, 2, "127.0.0.1", int(free_port()))
+    forked(pretrain, config)
+    result = pretrain(config, late)
+    assert (result.step, result.ending) == (6, "finished")
+    assert f"rank 2 need not wait: the run in {tmp_path / 'run'} has finished\n" in capsys.readouterr().out
+    with pytest.raises(UserError, match="rank 2 could not find rank 0 there"):
+        pretrain(config, late, str(tmp_path / "run"))
+    newest, *_ = step_folders(tmp_path / "run")
+    shutil.rmtree(newest)
+    with pytest.raises(UserError, match="rank 2 could not find rank 0 there"):
+        pretrain(config, late)
 
 
 def test_a_rank_that_waits_ends_when_the_others_fail(tmp_path: Path) -> None:
