@@ -198,12 +198,13 @@ def fetch_to_cache(url: str) -> Path:
     with _locked(run):
         folder = fetch_checkpoint(url, run)
         paths = run.tokenizer_json, run.tokenizer_model, run.source_hf_files, run.metrics
-        _write_files(read_small_files(_run_url(url), SINGLE_RANK, *paths))
+        files = (read_small_files(place, SINGLE_RANK, *paths) for place in (url, _run_url(url)))
+        _write_files(next(filter(None, files), {}))
     return folder
 
 
 def _run_url(url: str) -> str:
-    """The URL of the run, from that of the run, its checkpoints folder or one checkpoint."""
+    """The URL of the run, from that of its checkpoints folder or of one checkpoint. A run may have such a URL, too."""
     return re.sub(rf"/{CHECKPOINTS}(/(step-)?\d+(-[0-9a-f]+)?)?/*$", "", url)
 
 

@@ -296,15 +296,16 @@ def test_commands_at_the_same_time_fetch_one_after_the_other(
     assert open_checkpoint(*fetched).step == 3
 
 
+@pytest.mark.parametrize("run", ["mine", "12", "checkpoints"])
 def test_a_run_in_a_folder_named_checkpoints_has_its_tokenizer(
-    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: str, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "store").rename(tmp_path / "checkpoints/mine")
-    (tmp_path / "checkpoints/mine/tokenizer.json").write_text("{}")
+    (tmp_path / "store").rename(tmp_path / "checkpoints" / run)
+    (tmp_path / "checkpoints" / run / "tokenizer.json").write_text("{}")
     for name in ("", "/", "/checkpoints", "/checkpoints/step-00000003", "/checkpoints/step-00000003/"):
-        folder = checkpoint_path(f"file://{tmp_path}/checkpoints/mine{name}")
+        folder = checkpoint_path(f"file://{tmp_path}/checkpoints/{run}{name}")
         assert RunFolder.of(folder).tokenizer.read_text() == "{}"
 
 
