@@ -115,14 +115,16 @@ def is_full(error: BaseException) -> bool:
 
 @contextmanager
 def as_write_error(path: Path) -> Iterator[None]:
-    """Turns an OSError in the block into a WriteError about `path`, unless it names a file that is read."""
+    """Turns an OSError in the block into a WriteError about `path`, unless it names a file that is read, or is none of
+    the system's (without errno: a package's own, a timeout)."""
     try:
         yield
     except WriteError:
         raise
     except OSError as error:
         named = [Path(str(name)) for name in (error.filename, error.filename2) if name is not None]
-        if named and not any(_is_output(name, path) for name in named) and not is_full(error):
+        is_other = not any(_is_output(name, path) for name in named) if named else error.errno is None
+        if is_other and not is_full(error):
             raise
         raise WriteError(path, error) from error
 

@@ -112,6 +112,14 @@ def test_a_file_that_is_read_is_not_taken_for_the_output_by_a_likeness_of_names(
             missing.open("rb")
 
 
+@pytest.mark.parametrize("error", [TimeoutError("timed out"), OSError("no model of that name")])
+def test_an_error_that_is_no_files_is_not_taken_for_one_of_writing(tmp_path: Path, error: OSError) -> None:
+    with pytest.raises(OSError, match=f"^{error}$"), as_write_error(tmp_path / "output"):
+        raise error
+    with pytest.raises(WriteError, match="must be writable"), as_write_error(tmp_path / "output"):
+        raise OSError(errno.EIO, "Input/output error")
+
+
 def test_what_does_not_read_back_as_it_was_written_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 1)
     write = snapshots.save_file
