@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import floor
 from pathlib import Path
@@ -55,25 +57,40 @@ def pretrain(
     command += [word for override in overrides for word in ("--set", override)]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if quiet else {}
     output: str | None = None
-    interrupted, stopped = False, False
-    with subprocess.Popen(command, text=True, env=environment(ranks), **streams) as process:  # type: ignore[call-overload]
+    stopped = False
+    with (
+        _interrupts_recorded() as interrupts,  # the run receives the signal too, and saves
+        subprocess.Popen(command, text=True, env=environment(ranks), **streams) as process,  # type: ignore[call-overload]
+    ):
         while output is None:
             has_ended = process.poll() is not None  # ranks of a killed launcher may keep its output open
             try:
                 output = process.communicate(timeout=None if must_stop is None or stopped else POLL_SECONDS)[0] or ""
-            except KeyboardInterrupt:  # the run receives the signal too, and saves
-                interrupted = True
             except subprocess.TimeoutExpired as error:
                 if has_ended:
                     output = (error.stdout or b"").decode(errors="replace")
                 elif must_stop is not None and must_stop():
                     process.terminate()
                     stopped = True
-    if process.returncode in (130, -signal.SIGINT) or (process.returncode and interrupted):
+    if process.returncode in (130, -signal.SIGINT) or (process.returncode and interrupts):
         raise KeyboardInterrupt
     if process.returncode and not (stopped and process.returncode == -signal.SIGTERM):
         last = f": {output.strip().splitlines()[-1]}" if output.strip() else ""
         raise UserError(f"training must end by itself, but failed with code {process.returncode}{last}.")
+
+
+@contextmanager
+def _interrupts_recorded() -> Iterator[list[int]]:
+    """Ctrl-C in the block raises nothing, at whichever moment it comes; a list of those that came."""
+    received, handler = list[int](), signal.getsignal(signal.SIGINT)
+    if handler in (None, signal.SIG_IGN) or threading.current_thread() is not threading.main_thread():
+        yield received  # it interrupts nothing here
+        return
+    signal.signal(signal.SIGINT, lambda number, _: received.append(number))
+    try:
+        yield received
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 def measure_step_seconds(settings: Mapping[str, Any], *, ranks: int = 1, max_seconds: float | None = None) -> float:

@@ -6,6 +6,7 @@ import csv
 import gzip
 import json
 import math
+import os
 import random
 import signal
 import threading
@@ -324,6 +325,20 @@ def test_the_reason_of_a_failure_during_a_check_is_told(tmp_path: Path, monkeypa
     monkeypatch.setattr(run_process, "POLL_SECONDS", 0.01)
     with pytest.raises(UserError, match="with code 3: the reason"):
         pretrain("config.yaml", quiet=True, must_stop=lambda: bool(time.sleep(0.3)))
+
+
+def test_ctrl_c_leaves_no_process_at_whichever_moment_it_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\nsleep 1; touch saved; exit 130\n")
+    program.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(program))
+    monkeypatch.setattr(run_process, "POLL_SECONDS", 0.01)
+    monkeypatch.chdir(tmp_path)
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        pretrain("config.yaml", quiet=True, must_stop=lambda: bool(os.kill(os.getpid(), signal.SIGINT)))
+    assert (tmp_path / "saved").exists()
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
 def test_a_killed_launcher_is_not_waited_for_though_its_ranks_have_its_output(
