@@ -253,11 +253,12 @@ def atomic_folder(output: Path, *, replaceable: str | None = None, field: str = 
     """An empty folder next to `output`, which is renamed to it when the block succeeds, and removed when it raises.
 
     `output` must be missing, empty, or contain a file named `replaceable` (an earlier output of the same command, which
-    is replaced); FieldError about `field` otherwise. InUseError if another process is writing it; WriteError for an
-    OSError.
+    is replaced) and no checkpoints that a training has put there since; FieldError about `field` otherwise. InUseError
+    if another process is writing it; WriteError for an OSError.
     """
     output = output.absolute()
     is_replaceable = replaceable is not None and (output / replaceable).is_file()
+    is_replaceable = is_replaceable and not any(output.glob("checkpoint*"))
     if output.exists() and not is_replaceable and (not output.is_dir() or any(output.iterdir())):
         hint = "remove it or name another folder"
         raise FieldError(field, "be a new folder", got=f"{output}, which exists", hint=hint)

@@ -211,8 +211,9 @@ class Headless(nn.Module):
     ) -> None:
         """Writes a plain model for `from_pretrained`, with the head `none`, `tied` or `pmi` (training-free).
 
-        tokenizer: of transformers; needed to import an encoder again. state_dict: this module's, where its
-        parameters are not whole (ZeRO-3). UserError, with nothing written, if the class cannot have the head.
+        folder: a new one, or an earlier export if `export` supports the family. tokenizer: of transformers; needed to
+        import an encoder again. state_dict: this module's, where its parameters are not whole (ZeRO-3). UserError, with
+        nothing written, for another folder, or if the class cannot have the head.
         """
         self._resize_counts()
         weights = self.state_dict() if state_dict is None else state_dict

@@ -40,6 +40,16 @@ def test_a_folder_of_something_else_is_refused_untouched(tmp_path: Path) -> None
     assert (output / "thesis.tex").read_text() == "precious"
 
 
+def test_an_earlier_output_in_which_a_training_has_saved_since_is_refused_untouched(tmp_path: Path) -> None:
+    saved = tmp_path / "out/checkpoint-500/model.safetensors"
+    saved.parent.mkdir(parents=True)
+    for file in (saved, tmp_path / "out/mark"):
+        file.touch()
+    with pytest.raises(FieldError, match="be a new folder"), atomic_folder(tmp_path / "out", replaceable="mark"):
+        pytest.fail("the block must not run")
+    assert saved.exists()
+
+
 def test_remains_of_a_killed_run_are_overwritten(tmp_path: Path) -> None:
     partial = tmp_path / ".out.partial"
     partial.mkdir()
