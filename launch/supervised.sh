@@ -5,7 +5,8 @@
 set -euo pipefail
 [[ $# -ge 1 ]] || { echo "usage: launch/supervised.sh configs/NAME.yaml [--set a.b=c ...]" >&2; exit 2; }
 
-# A wrong setting ends here: torchrun would try it again and again.
-.venv/bin/python launch/pretrain.py --config "$@" --world-size "${RANKS:-8}" --dry-run >/dev/null
+# A wrong setting or a missing dataset ends here: torchrun would try it again and again.
+plan=$(.venv/bin/python launch/pretrain.py --config "$@" --world-size "${RANKS:-8}" --dry-run)
+! grep -E '^files +missing: .*\.(bin|idx)' <<<"$plan" >&2 || exit 2
 exec .venv/bin/torchrun --nproc_per_node "${RANKS:-8}" --max-restarts "${RESTARTS:-10}" \
     launch/pretrain.py --config "$@"

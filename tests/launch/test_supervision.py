@@ -80,6 +80,26 @@ def test_a_node_of_an_elastic_run_trains_with_the_ranks_that_its_batch_can_use(
     assert same_tensors(tmp_path / "run", tmp_path / "alone")
 
 
+@pytest.mark.parametrize("name", ["elastic.sh HOST:1", "supervised.sh"])
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ("model.hiden_size=3", "`model.hiden_size` is not a setting; did you mean `model.hidden_size`?"),
+        ("data.train=nowhere/text", "files       missing: nowhere/text.bin, nowhere/text.idx"),
+    ],
+)
+def test_a_mistake_that_each_start_would_repeat_is_told_before_torchrun(
+    tmp_path: Path, name: str, setting: str, told: str
+) -> None:
+    script, *first = name.split()
+    command = (ROOT / "launch" / script).read_text().replace(".venv/bin/python", sys.executable)
+    command = command.replace("exec ", "echo started; exit 0; ")
+    call = ["bash", "-c", command, script, *first, config_file(tmp_path), "--set", setting]
+    done = subprocess.run(call, capture_output=True, text=True, cwd=ROOT, env={**os.environ, "RANKS": "2"}, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.strip().splitlines()[-1].strip() == told
+
+
 @pytest.mark.parametrize(
     ("ending", "saved", "state", "requeued"),
     [
