@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count, islice
 from pathlib import Path
 
@@ -165,8 +165,8 @@ def find_task(name: str) -> Task:
 class ContrastiveSettings(FineTuningSettings):
     """Settings of a contrastive run; a batch's pairs are negatives for each other."""
 
-    loss: LossName = "regular"
-    """Not read: there are no classes to balance."""
+    loss: LossName = field(default="regular", init=False)
+    """No other: there are no classes to balance."""
 
     learning_rate: float = 1e-4
     weight_decay: float = 0.01

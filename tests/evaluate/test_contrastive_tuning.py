@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import redirect_stdout
+from dataclasses import asdict
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,12 @@ def test_ranks_equal_one_process(tmp_path: Path, count: int) -> None:
     for result in on_ranks(count, tuned, folder):
         torch.testing.assert_close(result.pop("weights"), weights, rtol=0, atol=3e-4)  # of steps of up to 3e-3
         torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_loss_by_classes_is_refused_and_results_that_are_stored_with_the_other_are_found() -> None:
+    with pytest.raises(TypeError, match="loss"):
+        ContrastiveSettings(loss="balanced")  # type: ignore[call-arg]
+    assert asdict(SETTINGS)["loss"] == "regular"
 
 
 def test_no_query_is_twice_in_an_epoch() -> None:
