@@ -457,7 +457,8 @@ def _loss_bytes(plan: RunPlan, precision: str) -> float:
     """Bytes of outputs, candidate rows and their gradients, and of a chunk of scores (`losses.fused_softmax`).
 
     In half precision the rows' gradient is fp32. On GPUs a kernel computes the scores, except harmonic ones (minus the
-    logarithm of a distance), which are not linear in the products.
+    logarithm of a distance), which are not linear in the products. On CPUs both gradients are fp32, and once the scores
+    are freed, copied in the dtype of the matrices.
     """
     config, micro_size, tensor = plan.config, plan.config.batch.micro_size, plan.config.parallel.tensor
     is_half, is_linear, total = precision != "fp32", config.objective.score != "harmonic", 0.0
@@ -475,8 +476,12 @@ def _loss_bytes(plan: RunPlan, precision: str) -> float:
         if not targets:
             continue
         chunk = sizes.outputs_per_chunk(targets // groups, math.ceil(rows), score_size)
-        matrices = 2 * (2 if is_half else 4) * (targets + groups * rows) + (4 * groups * rows if is_half else 0)
-        total += matrices * config.model.hidden_size + (score_size + copy_size) * chunk * rows
+        size, scores = 2 if is_half else 4, (score_size + copy_size) * chunk * rows
+        numbers, row_numbers = (config.model.hidden_size * count for count in (targets + groups * rows, groups * rows))
+        if plan.device == "cpu":
+            total += (size + 4) * numbers + max(size * numbers, scores)
+        else:
+            total += 2 * size * numbers + (4 * row_numbers if is_half else 0) + scores
     if config.objective.auxiliary_or_empty().has_bag_of_words():
         # nine fp32 matrices [texts, ids] (measured: 64 texts, 30,522 ids)
         total += 9 * 4 * micro_size * own[1] / tensor

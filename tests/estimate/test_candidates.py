@@ -95,8 +95,8 @@ def test_operations_are_those_of_the_objective_not_of_the_memory(samples: int | 
 
 
 def test_memory_of_the_loss_has_the_rows_of_each_group() -> None:
-    one, two = (rank_memory(RunPlan.of(config_of(size, group_samples=2), 1)).loss for size in (2, 4))
-    wide = rank_memory(RunPlan.of(config_of(4, group_samples=4), 1)).loss
+    one, two = (rank_memory(RunPlan.of(config_of(size, group_samples=2), 1, "cuda")).loss for size in (2, 4))
+    wide = rank_memory(RunPlan.of(config_of(4, group_samples=4), 1, "cuda")).loss
     assert one < two < 2 * one  # scores of one group at a time
     assert wide > two
     assert parameter_lines(RunPlan.of(config_of(group_samples=8), 1)) != parameter_lines(RunPlan.of(config_of(), 1))
