@@ -20,7 +20,7 @@ from megahead.commands import report_once
 from megahead.config.loading import load_config
 from megahead.config.plan import RunPlan
 from megahead.config.run import RunConfig
-from megahead.errors import run_command
+from megahead.errors import FieldError, require_at_least, run_command
 
 _LEAVE_CODE = 75
 """EX_TEMPFAIL: this node leaves an elastic run, which continues. torchrun would end the run if all ranks exited
@@ -37,6 +37,9 @@ def main() -> None:
 
 def run() -> None:
     arguments = parse_arguments()
+    require_at_least(1, world_size=arguments.world_size)
+    if arguments.stopped_code is not None and not 0 <= arguments.stopped_code < 256:  # exit codes are bytes
+        raise FieldError("--stopped-code", "be from 0 to 255", got=arguments.stopped_code)
     config = load_config(arguments.config, arguments.set)
     if arguments.dry_run:
         print(describe(config, arguments.world_size))

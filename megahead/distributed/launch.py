@@ -129,6 +129,8 @@ def _validate(values: Mapping[str, str], size: str) -> None:
     if invalid:
         name, value = invalid[0], values[invalid[0]]
         raise UserError(f"`{name}` must be a whole number in the environment, but is {value!r} instead.")
+    if not 0 < int(values["MASTER_PORT"]) < 65536:  # resolving it would be tried again until the timeout
+        raise UserError(f"`MASTER_PORT` must be from 1 to 65535, but is {values['MASTER_PORT']} instead.")
 
 
 def _read_int(environment: Mapping[str, str], name: str) -> int:

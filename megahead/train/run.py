@@ -140,7 +140,7 @@ def _has_finished(config: RunConfig) -> bool:
     """Whether the last session took all steps, and no checkpoint was removed since, so that none are to be repeated."""
     folder, steps = config.folder(), config.training.steps
     ending, newest = read_json(folder.session_end), next(iter(step_folders(folder.path)), None)
-    return ending is not None and newest is not None and min(ending["step"], step_of(newest)) >= steps
+    return isinstance(ending, dict) and newest is not None and min(ending.get("step", 0), step_of(newest)) >= steps
 
 
 def _result_of(folder: RunFolder) -> Run:

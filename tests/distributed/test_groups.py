@@ -196,6 +196,7 @@ def test_what_srun_left_inconsistent_is_named_by_slurms_variable(change: dict[st
         ({"MASTER_PORT": ""}, "`MASTER_PORT` must be set"),
         ({"WORLD_SIZE": ""}, "`WORLD_SIZE` must be set in the environment when RANK is 3, but is missing; start"),
         ({"MASTER_PORT": "http"}, "`MASTER_PORT` must be a whole number in the environment, but is 'http' instead."),
+        ({"MASTER_PORT": "99999"}, "`MASTER_PORT` must be from 1 to 65535, but is 99999 instead."),
         ({"RANK": "4"}, "`RANK` must be below WORLD_SIZE (4), but is 4 instead."),
     ],
 )

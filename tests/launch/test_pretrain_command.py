@@ -140,6 +140,8 @@ def test_dry_run_resolves_and_writes_nothing(tmp_path: Path) -> None:
         (["--set", "data.tokenizer=nowhere.json"], "`data.tokenizer` must name a readable file, but is nowhere.json"),
         (["--resume", "nowhere"], "`--resume` must be auto, never or a checkpoint folder, but nowhere holds none."),
         (["--dry-run", "--world-size", "3"], "`batch.global_size` must be a multiple"),
+        (["--dry-run", "--world-size", "0"], "`--world-size` must be at least 1, but is 0 instead."),
+        (["--dry-run", "--stopped-code", "256"], "`--stopped-code` must be from 0 to 255, but is 256 instead."),
     ],
 )
 def test_mistakes_end_with_one_sentence_code_2_and_nothing_written(

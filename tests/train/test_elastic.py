@@ -171,6 +171,10 @@ def test_a_rank_that_comes_after_the_end_does_not_wait(tmp_path: Path, capsys: p
     with pytest.raises(UserError, match="rank 2 could not find rank 0 there"):
         pretrain(config, late, str(tmp_path / "run"))
     newest, *_ = step_folders(tmp_path / "run")
+    (tmp_path / "run/ending.json").write_text("[]")
+    with pytest.raises(UserError, match="rank 2 could not find rank 0 there"):
+        pretrain(config, late)
+    (tmp_path / "run/ending.json").write_text('{"ending": "finished", "step": 6, "steps": 6}')
     shutil.rmtree(newest)
     with pytest.raises(UserError, match="rank 2 could not find rank 0 there"):
         pretrain(config, late)
