@@ -14,7 +14,7 @@
 ##SBATCH --mem=0 --exclusive
 ##SBATCH --output=logs/%x-%j.out    (mkdir logs before)
 set -euo pipefail
-[[ $# -ge 2 ]] || { echo "usage: sbatch launch/slurm.sh runs/NAME configs/NAME.yaml [--set a.b=c ...]" >&2; exit 2; }
+[[ $# -ge 2 && -n ${SLURM_JOB_ID:-} ]] || { echo "usage: sbatch launch/slurm.sh runs/NAME configs/NAME.yaml [--set a.b=c ...]" >&2; exit 2; }
 
 # module load gcc                                        # a compiler, for engine.compile; torch brings CUDA and NCCL
 # export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0   # where nodes have several networks

@@ -13,7 +13,7 @@
 #SBATCH --open-mode=append
 # Options that your site may require: see launch/slurm.sh.
 set -euo pipefail
-[[ $# -eq 2 ]] || { echo "usage: sbatch --array=1-N launch/sweep.sh configs/NAME.yaml launch/sweep.txt" >&2; exit 2; }
+[[ $# -eq 2 && -n ${SLURM_ARRAY_TASK_ID:-} ]] || { echo "usage: sbatch --array=1-N launch/sweep.sh configs/NAME.yaml launch/sweep.txt" >&2; exit 2; }
 
 refuse() { echo "error: $1" >&2; exit 2; }
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from megahead.config.loading import load_config
 from megahead.config.plan import RunPlan, phase_names, phases_of
 from megahead.config.run import RunConfig
-from megahead.errors import ConfigError
+from megahead.errors import ConfigError, require_at_least
 from megahead.estimate import (
     FlopsPerToken,
     RankMemory,
@@ -39,6 +39,8 @@ def main() -> None:
     parser.add_argument("--peak", type=float, default=312, help="TFLOP/s of one device at the run's precision")
     parser.add_argument("--utilization", type=float, default=0.4, help="share of the peak that is reached")
     arguments = parser.parse_args()
+    require_at_least(1, world_size=arguments.world_size)
+    require_at_least(0, memory=arguments.memory)
     config = load_config(arguments.config, arguments.set)
     plan = RunPlan.of(config, config.usable_ranks(arguments.world_size))
     console = terminal(soft_wrap=True)

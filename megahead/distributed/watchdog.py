@@ -279,7 +279,8 @@ class MonitorClient:
             raise
         except Exception as error:
             timed_out = is_communication_error(error)
-            report = ("timed_out",) if timed_out else ("failed", f"ended with {type(error).__name__}: {error}")
+            reason = f"ended with {type(error).__name__}: {error}".rstrip(".")
+            report = ("timed_out",) if timed_out else ("failed", reason)
             lost = self._report(*report)
             if not timed_out or not lost:
                 raise

@@ -11,7 +11,7 @@ from megahead.commands.pretrain import describe
 from megahead.config.loading import load_config
 from megahead.config.plan import RunPlan, phases_of
 from megahead.config.run import RunConfig
-from megahead.errors import ConfigError
+from megahead.errors import ConfigError, FieldError
 from megahead.estimate import candidate_rows, run_flops
 from megahead.report.tables import terminal
 
@@ -68,3 +68,10 @@ def test_an_elastic_run_is_planned_on_the_ranks_that_train(
     monkeypatch.setattr("sys.argv", ["estimate", *words, "--peak", "100", "--utilization", "0.5"])
     main()
     assert "tokens at 100 TFLOP/s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("option", "least"), [("--world-size", 1), ("--memory", 0)])
+def test_what_no_machine_has_is_refused(option: str, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["estimate", "--config", "demo-headless", option, str(least - 1)])
+    with pytest.raises(FieldError, match=f"`{option}` must be at least {least}, but is {least - 1}"):
+        main()

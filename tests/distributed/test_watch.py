@@ -113,8 +113,8 @@ def test_who_is_not_heard_is_named_although_nobody_waits(monkeypatch: pytest.Mon
 
 def test_who_fails_keeps_its_error_and_the_others_learn_it() -> None:
     ranks = Ranks(3).met()
-    (failing,) = ranks.each(raising(ValueError("too small")), 1)
-    assert outcome(failing) == "ValueError: too small"
+    (failing,) = ranks.each(raising(ValueError("too small.")), 1)
+    assert outcome(failing) == "ValueError: too small."
     for waiting in ranks.each(raising(WAITED), 0, 2):
         assert outcome(waiting) == lost("rank 1 ended with ValueError: too small")
 

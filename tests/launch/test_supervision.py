@@ -141,8 +141,10 @@ def test_slurm_queues_again_what_the_time_limit_stopped_or_what_died_on_its_way(
     assert (f"requeue {'15_3' if task else '17'}\n" in asked) is requeued
 
 
+@pytest.mark.parametrize("arguments", [(), ("runs/x", "configs/x.yaml")])
 @pytest.mark.parametrize("script", ["slurm.sh", "sweep.sh"])
-def test_a_job_without_arguments_says_how_it_is_called(script: str) -> None:
-    done = subprocess.run(["bash", ROOT / "launch" / script], capture_output=True, text=True, check=False)
+def test_a_job_without_arguments_or_slurm_says_how_it_is_called(script: str, arguments: tuple[str, ...]) -> None:
+    command = ["bash", ROOT / "launch" / script, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("usage: sbatch ")
