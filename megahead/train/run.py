@@ -50,7 +50,7 @@ from megahead.train.loop import Evaluation, TaskEvaluation, Training, train
 from megahead.train.preflight import describe_launches, describe_phases, describe_run
 from megahead.train.progress import Progress, TrainingState
 from megahead.train.saving import Checkpointer
-from megahead.train.session import Session, hand_over_replicas, require_shared_folder
+from megahead.train.session import Session, hand_over_replicas, remove_replicas, require_shared_folder
 from megahead.train.start import ResumePoint, starting_weights
 from megahead.train.step import StepMetrics, Utilization, device_name
 from megahead.wording import format_gib, format_numbers, format_range, pluralize, print_line
@@ -121,6 +121,7 @@ def wait_for_end(config: RunConfig, launch: Launch, resume: str) -> Run:
     num_training, batch, folder = launch.world_size, config.batch, config.folder()
     if resume == "auto" and _has_finished(config):
         print_line(f"rank {launch.rank} need not wait: the run in {folder} has finished")
+        remove_replicas(config)
         return _result_of(folder)
     num_ranks = num_training + launch.spare_ranks
     if launch.rank == num_training:

@@ -293,11 +293,15 @@ def _copy_source_hf_files(folder: RunFolder, init: InitConfig) -> None:
 def hand_over_replicas(config: RunConfig, launch: Launch) -> Iterator[None]:
     """For a spare rank: copies the replicas on its node to the run folder for the
     training ranks; removes those on its node after the block, in which it waits."""
-    has_replicas = config.training.replicate_every is not None
-    if has_replicas:
+    if config.training.replicate_every is not None:
         share_replicas(config.folder(), launch)
     yield
-    if has_replicas:
+    remove_replicas(config)
+
+
+def remove_replicas(config: RunConfig) -> None:
+    """Removes those on this node."""
+    if config.training.replicate_every is not None:
         NodeMemory.of(config.folder()).remove()
 
 
