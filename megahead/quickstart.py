@@ -262,7 +262,12 @@ def _survey_text(path: Path, folder: Path, tokenizer: Path | None, report: Repor
     """Surveys the text in `path`; FieldError if it is too little, or if the tokenizer has no end token."""
     found = survey(path, folder.absolute())
     if tokenizer is not None:
-        _require_end_token(tokenizer)
+        try:
+            end_token_id(load_tokenizer(str(tokenizer)), None)
+        except FieldError:
+            rule = f"have the token {END_TOKEN}, which closes documents"
+            hint = "add it, or take the steps one by one with `megahead preprocess --end-token`"
+            raise FieldError("--tokenizer", rule, got=f"{tokenizer}, without it", hint=hint) from None
     if found.text_bytes() < MIN_TEXT_BYTES:
         rule = f"hold at least {MIN_TEXT_BYTES:,} bytes of text to learn from"
         raise FieldError("PATH", rule, got=f"{path} with {found.text_bytes():,.0f}", hint="add text")
@@ -280,16 +285,6 @@ def _require_writable(folder: Path) -> None:
     except OSError as error:
         rule, hint = "be a folder that can be written to", "name another folder"
         raise FieldError("--folder", rule, got=f"{folder} ({error.strerror})", hint=hint) from None
-
-
-def _require_end_token(tokenizer: Path) -> None:
-    """FieldError for a tokenizer without an end token, before anything that takes long."""
-    try:
-        end_token_id(load_tokenizer(str(tokenizer)), None)
-    except FieldError:
-        rule = f"have the token {END_TOKEN}, which closes documents"
-        hint = "add it, or take the steps one by one with `megahead preprocess --end-token`"
-        raise FieldError("--tokenizer", rule, got=f"{tokenizer}, without it", hint=hint) from None
 
 
 def folder_of(path: Path, folder: str | os.PathLike[str] | None = None) -> Path:

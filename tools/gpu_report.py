@@ -49,7 +49,7 @@ from megahead.report.read import read_metrics
 from megahead.report.tables import terminal, to_markdown, to_rich
 from megahead.wording import format_duration, to_milliseconds
 
-ZIPF_TOKENS, DRY_TOKENS = 2_000_000, 20_000
+ZIPF, ZIPF_TOKENS, DRY_TOKENS = "zipf", 2_000_000, 20_000
 
 
 def main() -> None:
@@ -63,8 +63,7 @@ def main() -> None:
     parser.add_argument("--dry", action="store_true", help="everything tiny, on the CPU")
     arguments = parser.parse_args()
     folder = (arguments.folder or Path("runs/gpu-report-dry" if arguments.dry else "runs/gpu-report")).absolute()
-    text = Text(folder, arguments.dataset)
-    parts = build_parts(DRY if arguments.dry else FULL, text, folder)
+    parts = build_parts(DRY if arguments.dry else FULL, folder, arguments.dataset)
     console = terminal()
     if arguments.list:
         console.print(to_rich([{"part": part.name, "about, s": part.seconds, "": part.question} for part in parts]))
@@ -72,7 +71,8 @@ def main() -> None:
     if unknown := set(arguments.only) - {part.name for part in parts}:
         raise FieldError("--only", "name parts that --list has", got=", ".join(sorted(unknown)))
     session = PartRunner(folder, console, title=DRY_RUN if arguments.dry else ON_A_GPU, again=arguments.again)
-    text.write_zipf(DRY_TOKENS if arguments.dry else ZIPF_TOKENS)
+    if arguments.dataset is None:
+        write_zipf(folder / ZIPF, DRY_TOKENS if arguments.dry else ZIPF_TOKENS)
     wanted = [part for part in parts if not arguments.only or part.name in arguments.only]
     session.run_parts(wanted, arguments.minutes * 60)
     console.print(f"wrote {folder}/report.md and report.json", soft_wrap=True)
@@ -130,11 +130,6 @@ class Part:
         verb = "are" if packages[1:] else "is"
         return f"{' and '.join(packages)} must be installed for it, but {verb} not." if packages else ""
 
-    def fill_command(self, result: Path, limit: float) -> list[str]:
-        """The command to run, which should end within `limit` seconds."""
-        seconds = str(round(max(limit - STARTUP_SECONDS, 1)))
-        return [word.replace(RESULT, str(result)).replace(SECONDS, seconds) for word in self.command]
-
     def outcome(self, state: State, **fields: Any) -> Outcome:
         return Outcome(self.name, self.question, list(self.command), state, **fields)
 
@@ -142,32 +137,16 @@ class Part:
 _DOCUMENT_TOKENS = 500
 
 
-@dataclass(frozen=True)
-class Text:
-    """A dataset: an existing one, or Zipf-distributed tokens in `folder`, on which nothing is trained."""
-
-    folder: Path
-    dataset: Path | None = None  # its prefix; PREFIX-validation is beside it
-
-    @property
-    def prefix(self) -> Path:
-        return self.dataset or self.folder / "zipf"
-
-    @property
-    def index(self) -> Path:
-        """A file that exists once the dataset is complete."""
-        return self.prefix.with_suffix(".idx")
-
-    def write_zipf(self, tokens: int) -> None:
-        """Writes Zipf-distributed tokens, in documents that end with 0, unless there is a dataset already."""
-        if self.dataset is not None or self.index.exists():
-            return
-        shape = tokens // _DOCUMENT_TOKENS, _DOCUMENT_TOKENS
-        documents = zipf_tokens(PYTHIA_VOCABULARY, shape, seed=0, excluded_id=0)
-        documents[:, -1] = 0
-        with IndexedDatasetWriter(self.prefix, vocab_size=PYTHIA_VOCABULARY) as writer:
-            for document in documents:
-                writer.add_document(document)
+def write_zipf(prefix: Path, tokens: int) -> None:
+    """Writes Zipf-distributed tokens, in documents that end with 0, unless they exist; nothing is trained on them."""
+    if prefix.with_suffix(".idx").exists():
+        return
+    shape = tokens // _DOCUMENT_TOKENS, _DOCUMENT_TOKENS
+    documents = zipf_tokens(PYTHIA_VOCABULARY, shape, seed=0, excluded_id=0)
+    documents[:, -1] = 0
+    with IndexedDatasetWriter(prefix, vocab_size=PYTHIA_VOCABULARY) as writer:
+        for document in documents:
+            writer.add_document(document)
 
 
 NEEDS_TEXT = "a text must be given for it by --dataset, but is not."
@@ -177,14 +156,15 @@ PLAN: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_t
 FULL, DRY = PLAN["full"], PLAN["dry"]
 
 
-def build_parts(scale: Mapping[str, Any], text: Text, folder: Path) -> list[Part]:
-    """All parts of `scale` (FULL, or DRY for the CPU); `folder`: for runs."""
+def build_parts(scale: Mapping[str, Any], folder: Path, dataset: Path | None = None) -> list[Part]:
+    """All parts of `scale` (FULL, or DRY for the CPU), on the text with the prefix `dataset`, beside which is its
+    `-validation`, or else on that of `write_zipf` in `folder`, where runs are, too."""
     parts: list[Part] = []
     for kind, name, options, seconds, *more_options in scale["parts"]:
         words, device = " ".join([options, *more_options]).split(), scale["device"].split()
         set_options = [option for word in words for option in ("--set", word)]
         replacements = {"{options}": words, "{set}": set_options, "{device}": device, "{where}": device[:2]}
-        template, values = PLAN["kinds"][kind], {"name": name, "text": text.prefix, "folder": folder}
+        template, values = PLAN["kinds"][kind], {"name": name, "text": dataset or folder / ZIPF, "folder": folder}
         values |= {"words": str(name).replace("-", " "), "result": RESULT, "seconds": SECONDS}
         command = [
             argument
@@ -198,7 +178,7 @@ def build_parts(scale: Mapping[str, Any], text: Text, folder: Path) -> list[Part
                 tuple(word for word in command if word not in replacements),
                 scale["slower"] * seconds,
                 tuple(template.get("packages", ())),
-                NEEDS_TEXT if kind == "train" and text.dataset is None else "",
+                NEEDS_TEXT if kind == "train" and dataset is None else "",
             )
         )
     return parts
@@ -266,14 +246,16 @@ def run_part(part: Part, folder: Path, limit: float, launch: Launch = launch) ->
     result, stdout_path, stderr_path = (folder / f"{part.name}.{suffix}" for suffix in ("json", "txt", "errors.txt"))
     result.unlink(missing_ok=True)
     shutil.rmtree(folder / "runs" / part.name, ignore_errors=True)  # else an earlier run would resume, at its end
-    command, start, lines = part.fill_command(result, limit), time.monotonic(), None
+    seconds = str(round(max(limit - STARTUP_SECONDS, 1)))
+    command = [word.replace(RESULT, str(result)).replace(SECONDS, seconds) for word in part.command]
+    start, lines = time.monotonic(), None
     code = launch(command, stdout_path, stderr_path, limit)
-    seconds = time.monotonic() - start
+    taken = time.monotonic() - start
     with suppress(OSError, ValueError):  # no result, or an incomplete one
         lines = json.loads(result.read_text(encoding="utf-8"))
     state, why = _describe_failure(code, limit, stdout_path, stderr_path) if code != 0 else ("measured", "")
     output = stdout_path.read_text(encoding="utf-8", errors="replace")
-    return part.outcome(state, why=why, seconds=seconds, called=command, said=output, lines=lines)
+    return part.outcome(state, why=why, seconds=taken, called=command, said=output, lines=lines)
 
 
 def _describe_failure(code: int | None, limit: float, stdout_path: Path, stderr_path: Path) -> tuple[State, str]:

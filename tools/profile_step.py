@@ -22,7 +22,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
 from benchmarks.command import build_parser, report
@@ -30,9 +30,6 @@ from megahead.config.loading import load_config
 from megahead.config.run import RunConfig
 from megahead.errors import UserError, run_command
 from megahead.wording import pluralize
-
-if TYPE_CHECKING:
-    from torch.profiler import profile
 
 WARM_UP = 3
 SHOWN = 15  # of the slowest operations
@@ -90,7 +87,7 @@ def run_steps(config: RunConfig, steps: int, watch: Callable[[int], AbstractCont
 
 
 def profile_steps(config: RunConfig, steps: int, output: Path) -> list[dict[str, object]]:
-    """Writes the trace of `steps` steps; returns a row for each of the slowest operations."""
+    """Writes the trace of `steps` steps; returns a row for each of the operations with the most self time."""
     import torch
     from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -106,13 +103,9 @@ def profile_steps(config: RunConfig, steps: int, output: Path) -> list[dict[str,
     profiler.stop()
     output.parent.mkdir(parents=True, exist_ok=True)
     profiler.export_chrome_trace(str(output))
-    return _slowest_operations(profiler, "device" if on_gpu else "cpu", steps)
-
-
-def _slowest_operations(trace: profile, kind: str, steps: int) -> list[dict[str, object]]:
-    """The operations with the most self time, in ms a step."""
-    events = [event for event in trace.key_averages() if not event.key.startswith("step ")]
-    times = {event.key: (getattr(event, f"self_{kind}_time_total") / 1e3 / steps, event.count) for event in events}
+    events = [event for event in profiler.key_averages() if not event.key.startswith("step ")]
+    total_name = f"self_{'device' if on_gpu else 'cpu'}_time_total"
+    times = {event.key: (getattr(event, total_name) / 1e3 / steps, event.count) for event in events}
     total = sum(ms for ms, _ in times.values())
     ranked = sorted(times.items(), key=lambda item: -item[1][0])[:SHOWN]
     return [

@@ -23,7 +23,7 @@ from megahead.report.tables import terminal
 
 if TYPE_CHECKING:
     from megahead.hf.export import ExportReport
-    from megahead.hf.revocabulary import RevocabularyReport
+
 METHODS = ("mean", "rarity", "random")
 """Copied from `megahead/hf/revocabulary.py`, whose import would take a second."""
 
@@ -42,7 +42,12 @@ def main() -> None:
         from megahead.hf.revocabulary import revocabulary
 
         report = revocabulary(arguments.model, arguments.tokenizer, arguments.output, arguments.method)
-        console.print(revocabulary_summary(report))
+        console.print(
+            f"wrote {report.folder}: a checkpoint for init.from_checkpoint, and model.yaml for the config; "
+            f"{report.new_vocab_size:,} ids instead of {report.old_vocab_size:,}\n"
+            f"{report.num_kept:,} rows kept, {report.num_split:,} of tokens in pieces "
+            f"({report.pieces_per_token:.1f} on average), {report.num_new:,} new"
+        )
     elif arguments.subcommand == "items":
         console.print(export_items(arguments))
     else:
@@ -89,8 +94,8 @@ def export_summary(report: ExportReport) -> str:
         f"wrote {report.folder} in {report.seconds:.1f} s: head {report.head}, {report.dtype}",
         f"{parity.compared} of {parity.tokens} tokens equal the checkpoint's within {errors} "
         f"(largest {parity.largest_output:.1f})",
+        report.serving_support,
     ]
-    lines.append(report.serving_support)
     if report.tokenizer is None:
         lines.append("no tokenizer: the run has no tokenizer.json")
     if report.settings_conflict is not None:
@@ -108,20 +113,10 @@ def export_items(arguments: argparse.Namespace) -> str:
         require_same_items(arguments.model, arguments.sequences)
     vocabulary = None if arguments.items is None else ItemVocabulary.load(arguments.items)
     sequences = [] if arguments.sequences is None else read_sequences(dataset_paths(arguments.sequences)[1])
-    report = write_vectors(arguments.model, arguments.output, sequences, vocabulary)
+    items, contexts, error = write_vectors(arguments.model, arguments.output, sequences, vocabulary)
     return (
-        f"wrote {arguments.output}: {report.num_items:,} items and {report.num_sequences:,} contexts of {report.size} "
-        f"features; their products are the model's scores within {report.largest_error:.1e}"
-    )
-
-
-def revocabulary_summary(report: RevocabularyReport) -> str:
-    """Describes the new vocabulary: rows that were kept, averaged from pieces, and new."""
-    return (
-        f"wrote {report.folder}: a checkpoint for init.from_checkpoint, and model.yaml for the config; "
-        f"{report.new_vocab_size:,} ids instead of {report.old_vocab_size:,}\n"
-        f"{report.num_kept:,} rows kept, {report.num_split:,} of tokens in pieces "
-        f"({report.pieces_per_token:.1f} on average), {report.num_new:,} new"
+        f"wrote {arguments.output}: {items[0]:,} items and {contexts[0]:,} contexts of {items[1]} features; their "
+        f"products are the model's scores within {error:.1e}"
     )
 
 
@@ -130,8 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     subcommands = parser.add_subparsers(dest="subcommand", required=True)
 
     add = subcommands.add_parser("to-hf", help="checkpoint to Hugging Face folder").add_argument
-    step = "step folder, or a run: its newest"
-    add("--checkpoint", type=checkpoint_path, required=True, metavar="DIR", help=step)
+    add("--checkpoint", type=checkpoint_path, required=True, metavar="DIR", help="step folder, or a run: its newest")
     add("--output", type=Path, required=True, metavar="DIR", help="new folder, or an earlier export")
     heads = "none: the backbone alone; tied: the embedding; pmi: the training-free head; trained: a vanilla model's own"
     add("--head", required=True, choices=get_args(HeadName), help=heads)

@@ -48,7 +48,12 @@ def main() -> int:
     parser.add_argument("--hostfile", type=Path, help="DeepSpeed's list of hosts, for several nodes")
     parser.add_argument("--port", type=int, default=29500, help="where ranks will meet (default: 29500)")
     arguments = parser.parse_args()
-    require_packages("psutil", "rich", "torch")
+    for name in ("psutil", "rich", "torch"):
+        if importlib.util.find_spec(name) is None:
+            sys.exit(
+                f"error: {name} must be installed, but is not; run `make install`, then `source .venv/bin/activate` "
+                "(outside of a checkout: pip install megahead)."
+            )
     from rich.console import Console
 
     findings = [
@@ -66,16 +71,6 @@ def main() -> int:
     problems = sum(finding.state == "problem" for finding in findings)
     print("\nready to train" if not problems else f"\n{problems} to repair before training")
     return int(problems > 0)
-
-
-def require_packages(*packages: str) -> None:
-    """Exits with an error message if one of `packages` is not installed."""
-    for name in packages:
-        if importlib.util.find_spec(name) is None:
-            sys.exit(
-                f"error: {name} must be installed, but is not; run `make install`, then `source .venv/bin/activate` "
-                "(outside of a checkout: pip install megahead)."
-            )
 
 
 def table(findings: list[Finding]) -> Table:

@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 
 from megahead.commands import checkpoint_path
-from megahead.data.records import Selection
-from megahead.data.sources import find_inputs, split_text_lines
+from megahead.data.records import LineSelection
+from megahead.data.sources import find_inputs
 from megahead.data.writer import ProgressBar
 from megahead.errors import FieldError, existing_path, require_at_least
 from megahead.hf.other_programs import POOLINGS
@@ -22,41 +22,6 @@ from megahead.wording import format_duration, pluralize
 
 
 def main() -> None:
-    arguments = _parser().parse_args()
-    require_at_least(1, batch_size=arguments.batch_size)
-    if arguments.output.is_dir():
-        raise FieldError("--output", "name a file", got=f"the folder {arguments.output}")
-    print(embed(arguments))
-
-
-def embed(arguments: argparse.Namespace) -> str:
-    """Writes the vectors; returns a description."""
-    started, selection = time.monotonic(), Selection(tuple(arguments.text_key))
-    inputs = split_text_lines(find_inputs(arguments.input))
-    from megahead.evaluate.retrieval import count_texts, write_text_vectors
-
-    with ProgressBar("Reading") as bar:
-        num_texts = count_texts(inputs, selection, bar)
-    with ProgressBar("Embedding") as bar:
-        report = write_text_vectors(
-            arguments.model,
-            inputs,
-            selection,
-            arguments.output,
-            num_texts,
-            pooling=arguments.pooling,
-            batch_size=arguments.batch_size,
-            progress=bar,
-        )
-    vectors = pluralize(report.num_texts, "vector")
-    line = f"wrote {arguments.output}: {vectors} of {report.size} features ({report.pooling}, length 1)"
-    line += f" in {format_duration(time.monotonic() - started)}"
-    if report.num_truncated:
-        line += f"; {pluralize(report.num_truncated, 'text')} of more than {report.max_tokens} tokens truncated"
-    return line
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     model = "encoder: Hugging Face folder, run, checkpoint"
@@ -68,4 +33,35 @@ def _parser() -> argparse.ArgumentParser:
     key = "key of the text (default: text); of several, the first in a record"
     add("--text-key", nargs="+", default=["text"], metavar="KEY", help=key)
     add("--batch-size", type=int, metavar="N", help="texts at once (default: 16,384 tokens)")
-    return parser
+    arguments = parser.parse_args()
+    require_at_least(1, batch_size=arguments.batch_size)
+    if arguments.output.is_dir():
+        raise FieldError("--output", "name a file", got=f"the folder {arguments.output}")
+    print(embed(arguments))
+
+
+def embed(arguments: argparse.Namespace) -> str:
+    """Writes the vectors; returns a description."""
+    started, selection = time.monotonic(), LineSelection(tuple(arguments.text_key))
+    inputs = find_inputs(arguments.input)
+    from megahead.evaluate.retrieval import count_texts, write_text_vectors
+
+    with ProgressBar("Reading") as bar:
+        num_texts = count_texts(inputs, selection, bar)
+    with ProgressBar("Embedding") as bar:
+        encoder, pooling = write_text_vectors(
+            arguments.model,
+            inputs,
+            selection,
+            arguments.output,
+            num_texts,
+            pooling=arguments.pooling,
+            batch_size=arguments.batch_size,
+            progress=bar,
+        )
+    vectors = pluralize(num_texts, "vector")
+    line = f"wrote {arguments.output}: {vectors} of {encoder.size} features ({pooling}, length 1)"
+    line += f" in {format_duration(time.monotonic() - started)}"
+    if encoder.num_truncated:
+        line += f"; {pluralize(encoder.num_truncated, 'text')} of more than {encoder.max_tokens} tokens truncated"
+    return line

@@ -26,7 +26,6 @@ from megahead.commands import checkpoint_path, has_other_ranks, report_once
 from megahead.errors import FieldError, existing_path, require_at_least, run_command
 from megahead.evaluate.glue_tasks import (
     XNLI_LANGUAGES,
-    DataSource,
     FineTuningSettings,
     LossName,
     TaskData,
@@ -63,12 +62,15 @@ def main() -> None:
 def run() -> None:
     arguments = _parser().parse_args()
     require_at_least(1, seeds=arguments.seeds, max_train_rows=arguments.max_train_rows, threads=arguments.threads)
-    sources = DataSource(arguments.data)
-    names = expand_task_names(arguments.task, sources, RETRIEVAL_PREFIX)
+    names = expand_task_names(arguments.task, arguments.data, RETRIEVAL_PREFIX)
     refuse_unread_options(names, arguments)
-    tasks = [load_with_settings(name, sources, arguments) for name in names]
-    if arguments.save:
-        require_one_run(tasks, arguments)
+    tasks = [load_with_settings(name, arguments) for name in names]
+    runs = len(tasks) * (len(arguments.model) + arguments.floor) * arguments.seeds
+    if arguments.save and (runs > 1 or not names[0].startswith(RETRIEVAL_PREFIX)):
+        rule = f"be given with one --model, one --task {RETRIEVAL_PREFIX}PATH and --seeds 1"
+        raise FieldError("--save", rule, got=f"given with {pluralize(runs, 'run')} of {names[0]}")
+    if arguments.save and arguments.save.exists():
+        raise FieldError("--save", "name a new folder", got=arguments.save)
     import torch
 
     from megahead.distributed.launch import choose_device, distributed_session, read_launch
@@ -99,6 +101,7 @@ def compare(tasks: Sequence[tuple[TaskData, FineTuningSettings]], arguments: arg
     """Fine-tunes all models on all tasks, prints the table, and writes what the options name; collective."""
     from megahead.evaluate.finetuning import InitialModel
     from megahead.evaluate.finetuning_comparison import Comparison, FineTuningResults, comparison_table
+    from megahead.hf.export import ensure_classifier_folder, ensure_encoder_folder
 
     if group.size > 1 and (others := [data.name for data, _ in tasks if not data.name.startswith(RETRIEVAL_PREFIX)]):
         raise FieldError("--task", f"be {RETRIEVAL_PREFIX}PATH on several ranks", got=others[0])
@@ -106,7 +109,9 @@ def compare(tasks: Sequence[tuple[TaskData, FineTuningSettings]], arguments: arg
     for data in (data for data, _ in tasks if data.num_skipped):
         console.print(f"{data.name}: {data.num_skipped:,} lines lack a column and were left out")
     has_retrieval = any(data.name.startswith(RETRIEVAL_PREFIX) for data, _ in tasks)
-    folders = open_models(arguments.model, group, encoders=has_retrieval)
+    ensure_folder = ensure_encoder_folder if has_retrieval else ensure_classifier_folder
+    exported = {model: ensure_folder(model) for model in arguments.model} if group.rank == 0 else {}
+    folders: dict[Path, Path] = group.broadcast_object(exported)
     progress: dict[Path, TrainingProgress] = {}
     if arguments.curve:
         from megahead.report.figures import checkpoint_progress
@@ -122,16 +127,6 @@ def compare(tasks: Sequence[tuple[TaskData, FineTuningSettings]], arguments: arg
     console.print(f"\nwrote {arguments.output}{f' and {arguments.save}' if arguments.save else ''}", soft_wrap=True)
     if progress and group.rank == 0:
         console.print(f"wrote {write_curve(results, progress, arguments.curve)}", soft_wrap=True)
-
-
-def open_models(models: Sequence[Path], group: Group, *, encoders: bool) -> dict[Path, Path]:
-    """The Hugging Face folder of each model, which rank 0 exports if it is a run or checkpoint; collective.
-    CheckpointError for decoders if `encoders`."""
-    from megahead.hf.export import ensure_classifier_folder, ensure_encoder_folder
-
-    ensure_folder = ensure_encoder_folder if encoders else ensure_classifier_folder
-    folders = {model: ensure_folder(model) for model in models} if group.rank == 0 else {}
-    return group.broadcast_object(folders)
 
 
 def write_curve(results: Sequence[FineTuningResult], progress: Mapping[Path, TrainingProgress], output: Path) -> Path:
@@ -154,9 +149,7 @@ def write_curve(results: Sequence[FineTuningResult], progress: Mapping[Path, Tra
     return save_figure(draw_task_curves(points, random_scores=random_scores), output)
 
 
-def load_with_settings(
-    name: str, sources: DataSource, arguments: argparse.Namespace
-) -> tuple[TaskData, FineTuningSettings]:
+def load_with_settings(name: str, arguments: argparse.Namespace) -> tuple[TaskData, FineTuningSettings]:
     """A task's data and fine-tuning settings."""
     languages = list(XNLI_LANGUAGES) if arguments.languages is None else arguments.languages.split(",")
     unknown = [language for language in languages if language not in XNLI_LANGUAGES]
@@ -167,18 +160,8 @@ def load_with_settings(
     if name.startswith(RETRIEVAL_PREFIX):
         changes |= {key: value for key in ("pooling", "temperature") if (value := getattr(arguments, key)) is not None}
         return load_pairs(name, arguments.max_train_rows), ContrastiveSettings(**changes)
-    settings = paper_settings(name, arguments.loss, **changes)
-    return load_task(name, sources, max_train_rows=arguments.max_train_rows, languages=languages), settings
-
-
-def require_one_run(tasks: Sequence[tuple[TaskData, FineTuningSettings]], arguments: argparse.Namespace) -> None:
-    """FieldError unless a single contrastive run is asked for, whose model `--save` writes."""
-    runs = len(tasks) * (len(arguments.model) + arguments.floor) * arguments.seeds
-    if runs > 1 or not tasks[0][0].name.startswith(RETRIEVAL_PREFIX):
-        rule = f"be given with one --model, one --task {RETRIEVAL_PREFIX}PATH and --seeds 1"
-        raise FieldError("--save", rule, got=f"given with {pluralize(runs, 'run')} of {tasks[0][0].name}")
-    if arguments.save.exists():
-        raise FieldError("--save", "name a new folder", got=arguments.save)
+    settings = paper_settings(name, arguments.loss, **changes)  # reports its errors before the data is read
+    return load_task(name, arguments.data, max_train_rows=arguments.max_train_rows, languages=languages), settings
 
 
 def _parser() -> argparse.ArgumentParser:

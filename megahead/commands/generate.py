@@ -32,7 +32,22 @@ from megahead.report.tables import terminal
 
 
 def main() -> None:
-    arguments = _parser().parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--model", type=checkpoint_path, required=True, metavar="DIR", help="Hugging Face folder, run, checkpoint")
+    given = parser.add_mutually_exclusive_group(required=True)
+    given.add_argument("--prompt", nargs="+", metavar="TEXT", help="each is continued by itself")
+    given.add_argument("--file", type=existing_path, metavar="FILE", help="a prompt a line")
+    given.add_argument("--interactive", action="store_true", help="take turns with the model, until an empty line")
+    tokens = "longest continuation (default: 64)"
+    add("--max-new-tokens", "--max-tokens", type=int, default=64, metavar="N", help=tokens)
+    add("--passes", type=int, metavar="N", help="encoders: fewer are faster (default: one a token)")
+    add("--temperature", type=float, default=0.8, help="0: always the likeliest token (default: 0.8)")
+    add("--top-k", type=int, default=50, metavar="K", help="sample from the K likeliest; 0: from all")
+    add("--top-p", type=float, default=0.95, metavar="P", help="nucleus sampling with probability P")
+    add("--output", type=Path, metavar="FILE", help="append prompts and texts to it as JSON lines")
+    add("--seed", type=int, default=0, help="the same seed gives the same text (default: 0)")
+    arguments = parser.parse_args()
     require_at_least(1, max_new_tokens=arguments.max_new_tokens)
     if not 0 <= arguments.seed < 2**63:
         raise FieldError("--seed", "be from 0 to 2^63 - 1", got=arguments.seed)
@@ -140,22 +155,3 @@ def input_lines(console: Console) -> Iterator[str]:
     with suppress(EOFError):
         while line := console.input("> "):
             yield line
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--model", type=checkpoint_path, required=True, metavar="DIR", help="Hugging Face folder, run, checkpoint")
-    prompts = parser.add_mutually_exclusive_group(required=True)
-    prompts.add_argument("--prompt", nargs="+", metavar="TEXT", help="each is continued by itself")
-    prompts.add_argument("--file", type=existing_path, metavar="FILE", help="a prompt a line")
-    prompts.add_argument("--interactive", action="store_true", help="take turns with the model, until an empty line")
-    tokens = "longest continuation (default: 64)"
-    add("--max-new-tokens", "--max-tokens", type=int, default=64, metavar="N", help=tokens)
-    add("--passes", type=int, metavar="N", help="encoders: fewer are faster (default: one a token)")
-    add("--temperature", type=float, default=0.8, help="0: always the likeliest token (default: 0.8)")
-    add("--top-k", type=int, default=50, metavar="K", help="sample from the K likeliest; 0: from all")
-    add("--top-p", type=float, default=0.95, metavar="P", help="nucleus sampling with probability P")
-    add("--output", type=Path, metavar="FILE", help="append prompts and texts to it as JSON lines")
-    add("--seed", type=int, default=0, help="the same seed gives the same text (default: 0)")
-    return parser

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import argparse
 
-from rich.console import Console
 from rich.table import Table
 
-from megahead.data.inspection import Inspection, inspect_dataset
-from megahead.data.tokenizer import Tokenizer, load_tokenizer
+from megahead.data.inspection import inspect_dataset
+from megahead.data.tokenizer import load_tokenizer
 from megahead.data.writer import ProgressBar
 from megahead.report.tables import terminal
 from megahead.wording import pluralize
@@ -29,17 +28,26 @@ def main() -> None:
     dataset_tokenizer = dataset.tokenizer_path()
     if tokenizer is None and dataset_tokenizer is not None:
         tokenizer = load_tokenizer(dataset_tokenizer)
-    default_end_token = None if dataset.info is None else dataset.info.end_token
-    end_token = (default_end_token or 0) if arguments.end_token is None else arguments.end_token
+    end_token = arguments.end_token
+    if end_token is None:
+        end_token = (dataset.info and dataset.info.end_token) or 0
     table = Table("", arguments.prefix, show_header=True)
     for name, value in inspection.facts(end_token):
         table.add_row(name, value)
     console.print(table)
-    console.print(length_histogram(inspection))
-    count = len(inspection.dataset)
+    lengths, rows = Table("tokens", "sequences", "", show_header=True), inspection.histogram()
+    max_count = max((count for _, count in rows), default=1)
+    for name, count in rows:
+        lengths.add_row(name, f"{count:,}", "█" * -(-BAR_WIDTH * count // max_count))
+    console.print(lengths)
+    count = len(dataset)
     samples = [count * k // arguments.samples for k in range(arguments.samples)] if count else []
     for i in sorted(set(arguments.sequence or samples)):
-        show_sequence(console, inspection, i, tokenizer)
+        tokens = inspection.sequence(i)
+        console.print(f"sequence {i:,} ({pluralize(len(tokens), 'token')}) begins: {tokens[:16].tolist()}")
+        if tokenizer is not None:
+            known = tokens[:MAX_TOKENS][tokens[:MAX_TOKENS] < tokenizer.vocab_size]
+            console.print(tokenizer.decode(known))
     for warning in inspection.warnings(end_token, tokenizer):
         console.print(f"warning: {warning}", style="bold yellow", soft_wrap=True)
 
@@ -55,22 +63,3 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--end-token", type=int, metavar="ID", help=end)
     parser.add_argument("--quick", action="store_true", help="skip comparing checksums, which reads all tokens")
     return parser.parse_args()
-
-
-def length_histogram(inspection: Inspection) -> Table:
-    """A table of sequence lengths with bars."""
-    table = Table("tokens", "sequences", "", show_header=True)
-    rows = inspection.histogram()
-    max_count = max((count for _, count in rows), default=1)
-    for lengths, count in rows:
-        table.add_row(lengths, f"{count:,}", "█" * -(-BAR_WIDTH * count // max_count))
-    return table
-
-
-def show_sequence(console: Console, inspection: Inspection, i: int, tokenizer: Tokenizer | None) -> None:
-    """Prints the beginning of sequence `i`, as ids and as text."""
-    tokens = inspection.sequence(i)
-    console.print(f"sequence {i:,} ({pluralize(len(tokens), 'token')}) begins: {tokens[:16].tolist()}")
-    if tokenizer is not None:
-        known = tokens[:MAX_TOKENS][tokens[:MAX_TOKENS] < tokenizer.vocab_size]
-        console.print(tokenizer.decode(known))

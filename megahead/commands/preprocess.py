@@ -23,7 +23,6 @@ import os
 import time
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megahead.data.indexed import IndexedDataset
 from megahead.data.preprocess import END_TOKEN, PreprocessReport, Recipe, parse_holdout, preprocess, suitable_workers
@@ -34,9 +33,6 @@ from megahead.data.writer import ProgressBar
 from megahead.errors import DataError, FieldError, existing_path, require_at_least
 from megahead.remote_files import local_file
 from megahead.wording import pluralize
-
-if TYPE_CHECKING:
-    from megahead.data.item_sequences import EventReport  # whose import of pyarrow takes 0.2 s
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # starting unused threads takes 0.05 s a process
 
@@ -93,7 +89,7 @@ def holds_out_same_text(output: str) -> bool:
 
 
 def preprocess_table(arguments: argparse.Namespace) -> str:
-    """Makes datasets of events; returns the final report."""
+    """Makes datasets of events; returns the final report: counts, then the rows that were dropped, by reason."""
     from megahead.data.event_tables import EventColumns
     from megahead.data.item_sequences import ItemVocabulary, preprocess_events
 
@@ -113,15 +109,10 @@ def preprocess_table(arguments: argparse.Namespace) -> str:
             vocabulary=vocabulary,
             progress=bar,
         )
-    return describe_events(arguments.output, report)
-
-
-def describe_events(output: str, report: EventReport) -> str:
-    """The final report: counts, then the rows that were dropped, by reason."""
     documents = ", ".join(f"{count:,} for {name}" for name, count in report.documents.items())
     counts = f"{report.events:,} events of {report.users:,} users with {report.items:,} items"
     dropped = [f"  dropped: {count:,} rows {reason}" for reason, count in report.dropped.items() if count]
-    return "\n".join([f"{output}: {counts}; sequences: {documents}", *dropped])
+    return "\n".join([f"{arguments.output}: {counts}; sequences: {documents}", *dropped])
 
 
 def parse_arguments() -> argparse.Namespace:

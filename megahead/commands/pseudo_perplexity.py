@@ -32,6 +32,6 @@ def main() -> None:
     rows: list[dict[str, object]] = []
     limits = {"max_length": arguments.max_length, "batch_size": arguments.batch_size}
     for model in arguments.model:
-        result = pseudo_perplexity(ensure_encoder_folder(model), texts, **limits)
-        rows.append({"model": str(model), "tokens": result.tokens, "pseudo-perplexity": result.perplexity()})
+        tokens, perplexity = pseudo_perplexity(ensure_encoder_folder(model), texts, **limits)
+        rows.append({"model": str(model), "tokens": tokens, "pseudo-perplexity": perplexity})
     terminal().print(to_rich(rows))

@@ -10,8 +10,6 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.table import Table
-
 from megahead.commands import checkpoint_path
 from megahead.data.tokenizer import load_tokenizer
 from megahead.errors import existing_path
@@ -34,25 +32,19 @@ def main() -> None:
 
     pairs = synonym_pairs(arguments.wordnet)
     results: dict[str, Similarities] = {}
+    rows = []
     for model in arguments.model:
         weight_VD, tokenizer = load_input_embedding(model)
-        results[str(model)] = similarities(weight_VD, load_tokenizer(tokenizer), pairs)
+        result = results[str(model)] = similarities(weight_VD, load_tokenizer(tokenizer), pairs)
+        synonyms, random = (  # means with their standard errors
+            f"{cosines_P.mean():.4f} ± {cosines_P.std() / len(cosines_P) ** 0.5:.4f}"
+            for cosines_P in (result.synonyms_P, result.random_P)
+        )
+        row = {"model": str(model), "pairs": len(result.synonyms_P), "synonyms": synonyms, "random": random}
+        rows.append(row | {"gap": f"{result.gap():+.4f}"})
     console = terminal()
-    console.print(table(results))
+    console.print(to_rich(rows, right=["synonyms", "random", "gap"]))
     if arguments.output:
         from megahead.report.figures import draw_similarities, save_figure
 
         console.print(f"wrote {save_figure(draw_similarities(results), arguments.output)}", soft_wrap=True)
-
-
-def table(results: dict[str, Similarities]) -> Table:
-    """Mean cosines of each model with their standard errors."""
-    rows = []
-    for name, result in results.items():
-        synonyms, random = (
-            f"{cosines_P.mean():.4f} ± {cosines_P.std() / len(cosines_P) ** 0.5:.4f}"
-            for cosines_P in (result.synonyms_P, result.random_P)
-        )
-        row = {"model": name, "pairs": len(result.synonyms_P), "synonyms": synonyms, "random": random}
-        rows.append(row | {"gap": f"{result.gap():+.4f}"})
-    return to_rich(rows, right=["synonyms", "random", "gap"])

@@ -25,16 +25,6 @@ from megahead.remote_files import local_file
 
 
 def main() -> None:
-    arguments = parse_arguments()
-    tokenizer_type = (arguments.type or "bpe") if arguments.extend is None else "extended"
-    tokenizer = open_tokenizer(arguments.extend) if arguments.input is None else train(arguments)
-    if arguments.input is None or arguments.encoder:
-        add_encoder_tokens(tokenizer)
-    save_tokenizer(tokenizer, arguments.output)
-    print(f"{arguments.output}: {tokenizer_type} with {tokenizer.get_vocab_size()} ids")
-
-
-def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input", nargs="+", metavar="F", help="text to train on, as `megahead preprocess` takes it")
     parser.add_argument("--extend", metavar="T", help="add to this tokenizer.json instead of training a new one")
@@ -56,7 +46,12 @@ def parse_arguments() -> argparse.Namespace:
     for name in ("vocab_size", "max_bytes", "keep"):
         if arguments.input is None and getattr(arguments, name):
             parser.error(f"--{name.replace('_', '-')} needs --input")
-    return arguments
+    tokenizer_type = (arguments.type or "bpe") if arguments.extend is None else "extended"
+    tokenizer = open_tokenizer(arguments.extend) if arguments.input is None else train(arguments)
+    if arguments.input is None or arguments.encoder:
+        add_encoder_tokens(tokenizer)
+    save_tokenizer(tokenizer, arguments.output)
+    print(f"{arguments.output}: {tokenizer_type} with {tokenizer.get_vocab_size()} ids")
 
 
 def train(arguments: argparse.Namespace) -> Tokenizer:

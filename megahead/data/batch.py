@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 from megahead.config.data import DataConfig
 from megahead.config.masking import MaskedInputsConfig, MaskingConfig
 from megahead.data.indexed import Array, DatasetInfo
-from megahead.data.samples import CounterRng, Purpose
+from megahead.data.samples import CounterRng, Purpose, SampleIndices
 
 
 class SubsetIndex(NamedTuple):
@@ -93,9 +93,7 @@ class RowCollator:
     loss_is_upper_bound: ClassVar[bool] = False
     """Whether its loss is an upper bound of the text's negative log-likelihood."""
 
-    def batch(
-        self, token_ids: Array, sample_indices: Sequence[int] | Array, document_starts: Array | None = None
-    ) -> Batch:
+    def batch(self, token_ids: Array, sample_indices: SampleIndices, document_starts: Array | None = None) -> Batch:
         """The batch of a `RowSource`'s rows. token_ids: int64 [B, t], negative where a row is empty. document_starts:
         bool [B, t], document starts that follow no end token."""
         raise NotImplementedError
@@ -111,9 +109,7 @@ class CausalCollator(RowCollator):
 
     data: DataConfig
 
-    def batch(
-        self, token_ids: Array, sample_indices: Sequence[int] | Array, document_starts: Array | None = None
-    ) -> Batch:
+    def batch(self, token_ids: Array, sample_indices: SampleIndices, document_starts: Array | None = None) -> Batch:
         """The target of token t is token t + 1.
 
         A document begins after each end token (which belongs to the document that it closes), and where
@@ -232,9 +228,7 @@ class CausalEncoderCollator(RowCollator):
     boundary_targets: bool
     """Whether a document's last token has the next document's first token as target."""
 
-    def batch(
-        self, token_ids: Array, sample_indices: Sequence[int] | Array, document_starts: Array | None = None
-    ) -> Batch:
+    def batch(self, token_ids: Array, sample_indices: SampleIndices, document_starts: Array | None = None) -> Batch:
         """Arguments as in `EncoderRowBuilder.build`; a full row has t targets."""
         rows = self.row_builder.build(token_ids, document_starts)
         has_target_BT = np.zeros(rows.tokens_BT.shape, bool)
@@ -258,9 +252,7 @@ class MaskedInputCollator(RowCollator):
     data: DataConfig
     seed: int
 
-    def batch(
-        self, token_ids: Array, sample_indices: Sequence[int] | Array, document_starts: Array | None = None
-    ) -> Batch:
+    def batch(self, token_ids: Array, sample_indices: SampleIndices, document_starts: Array | None = None) -> Batch:
         """As `CausalCollator.batch`, with masked inputs."""
         plain = CausalCollator(self.data).batch(token_ids, sample_indices, document_starts)
         inputs_BT = plain.input_ids_BT.numpy()

@@ -266,11 +266,22 @@ class IndexedDataset:
         self._sizes_L = np.frombuffer(self._index, "<i4", len(self), sizes_start)  # in the file, unaligned
         self._offsets_L = np.frombuffer(self._index, "<i8", len(self), offsets_start)
         self._documents_D = np.frombuffer(self._index, "<i8", self.layout.num_boundaries, documents_start)
-        self._bin = self._map_tokens()
+        self._bin = _map_file(self.bin_path)
+        expected = int(self._offsets_L[-1]) + int(self._sizes_L[-1]) * self.dtype.itemsize if len(self) else 0
+        if len(self._bin) != expected or expected % self.dtype.itemsize:
+            raise DataError(
+                f"`{self.bin_path}` must be {expected:,} bytes long by its index, but is {len(self._bin):,} instead; "
+                "it was cut short or belongs to another index."
+            )
         self._tokens = np.frombuffer(self._bin, self.dtype)
         self.expects_random_access = False
         self._vocab_size: int | None = None
-        self._check_documents()
+        outermost = self._documents_D[[0, -1][: self.layout.num_boundaries]].tolist()
+        if not outermost or outermost[0] != 0 or (self.num_documents and outermost[1] != len(self)):
+            raise DataError(
+                f"the documents in `{self.idx_path}` must begin at sequence 0 and end at {len(self)}, "
+                f"but the boundaries are {outermost} instead; it is damaged."
+            )
 
     def __len__(self) -> int:
         return self.layout.num_sequences
@@ -406,24 +417,6 @@ class IndexedDataset:
         if self.info is not None:
             return self.info.fingerprint()
         return f"{self.num_tokens:,} tokens, sha256 {hashlib.sha256(self._index).hexdigest()[:16]}"
-
-    def _map_tokens(self) -> mmap.mmap | bytes:
-        tokens = _map_file(self.bin_path)
-        expected = int(self._offsets_L[-1]) + int(self._sizes_L[-1]) * self.dtype.itemsize if len(self) else 0
-        if len(tokens) != expected or expected % self.dtype.itemsize:
-            raise DataError(
-                f"`{self.bin_path}` must be {expected:,} bytes long by its index, but is {len(tokens):,} instead; "
-                "it was cut short or belongs to another index."
-            )
-        return tokens
-
-    def _check_documents(self) -> None:
-        outermost = self._documents_D[[0, -1][: self.layout.num_boundaries]].tolist()
-        if not outermost or outermost[0] != 0 or (self.num_documents and outermost[1] != len(self)):
-            raise DataError(
-                f"the documents in `{self.idx_path}` must begin at sequence 0 and end at {len(self)}, "
-                f"but the boundaries are {outermost} instead; it is damaged."
-            )
 
 
 def _aligned_copy(array: Array) -> Array:

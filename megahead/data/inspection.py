@@ -24,9 +24,8 @@ from megahead.data.indexed import (
 from megahead.data.records import Selection, TextFile, is_saved_dataset
 from megahead.data.sources import ARCHIVES, CHUNKERS, SUFFIXES, Input, files_below, find_inputs, read_chunks
 from megahead.data.tokenizer import Tokenizer
-from megahead.data.writer import NO_PROGRESS, ByteProgress, IndexedDatasetWriter
+from megahead.data.writer import NO_PROGRESS, IndexedDatasetWriter, ProgressBar
 from megahead.errors import DataError, FieldError
-from megahead.remote_files import ExpectedFile
 from megahead.wording import format_names, pluralize
 
 MAX_DOCUMENTS_READ = 1000
@@ -58,10 +57,6 @@ class Inspection:
     def count_end_tokens(self, end_token: int) -> int:
         """How often `end_token` occurs."""
         return int(self.counts[end_token]) if 0 <= end_token < len(self.counts) else 0
-
-    def end_token_share(self, end_token: int) -> float:
-        """Share of the tokens that are `end_token`."""
-        return self.count_end_tokens(end_token) / max(self.dataset.num_tokens, 1)
 
     def warnings(self, end_token: int, tokenizer: Tokenizer | None = None) -> list[str]:
         """One sentence for each problem that training would not notice; `tokenizer`: the one to show the text with."""
@@ -110,13 +105,14 @@ class Inspection:
     def facts(self, end_token: int) -> list[tuple[str, str]]:
         """(name, value) rows to print."""
         dataset, info, used = self.dataset, self.dataset.info, self.used_ids
+        end_share = self.count_end_tokens(end_token) / max(dataset.num_tokens, 1)
         rows = [
             ("sequences", f"{len(dataset):,}"),
             ("documents", f"{dataset.num_documents:,}" if dataset.num_documents else "not listed (preshuffled rows)"),
             ("tokens", f"{dataset.num_tokens:,} ({dataset.dtype.name})"),
             ("lengths", _lengths(dataset.sizes)),
             ("ids used", f"{len(used):,}, from {used[0]} to {used[-1]}" if len(used) else "none"),
-            ("end tokens", f"{self.end_token_share(end_token):.4%} of the tokens (id {end_token})"),
+            ("end tokens", f"{end_share:.4%} of the tokens (id {end_token})"),
             ("documents end in", self.describe_last_ids()),
             ("checksums", "match" if self.verified else "none recorded" if info is None else "not compared"),
         ]
@@ -127,7 +123,7 @@ class Inspection:
         return rows
 
 
-def inspect_dataset(prefix: str | Path, *, verify: bool = True, progress: ByteProgress = NO_PROGRESS) -> Inspection:
+def inspect_dataset(prefix: str | Path, *, verify: bool = True, progress: ProgressBar = NO_PROGRESS) -> Inspection:
     """Inspects a dataset. With `verify` reads all of it and compares checksums, lengths and offsets.
 
     DataError if one of them does not match. If there is no `PREFIX.json`, reads all tokens to count them.
@@ -137,25 +133,20 @@ def inspect_dataset(prefix: str | Path, *, verify: bool = True, progress: BytePr
     files = [] if info is None or not verify else [(dataset.bin_path, info.bin), (dataset.idx_path, info.idx)]
     progress.start(sum(fingerprint.bytes for _, fingerprint in files) or dataset.num_tokens * dataset.dtype.itemsize)
     for path, fingerprint in files:
-        _verify_file(path, fingerprint, progress)
+        digest = hashlib.sha256()
+        with path.open("rb") as file:
+            while block := file.read(1 << 22):
+                digest.update(block)
+                progress.advance(len(block), len(block))
+        if digest.hexdigest() != fingerprint.sha256:
+            raise DataError(
+                f"`{path}` must have the SHA-256 {fingerprint.sha256} recorded when it was made, but has "
+                f"{digest.hexdigest()} instead; it was damaged or changed since."
+            )
     if verify:
         require_contiguous(dataset)
     counts = count_tokens(dataset, progress) if info is None else np.array(info.token_counts, np.int64)
     return Inspection(dataset, counts, verified=bool(files))
-
-
-def _verify_file(path: Path, expected: ExpectedFile, progress: ByteProgress) -> None:
-    """Reads all of `path` and compares its checksum; DataError if it differs."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-            progress.advance(len(block), len(block))
-    if digest.hexdigest() != expected.sha256:
-        raise DataError(
-            f"`{path}` must have the SHA-256 {expected.sha256} recorded when it was made, but has "
-            f"{digest.hexdigest()} instead; it was damaged or changed since."
-        )
 
 
 def require_contiguous(dataset: IndexedDataset) -> None:
@@ -168,7 +159,7 @@ def require_contiguous(dataset: IndexedDataset) -> None:
         )
 
 
-def count_tokens(dataset: IndexedDataset, progress: ByteProgress = NO_PROGRESS) -> Array:
+def count_tokens(dataset: IndexedDataset, progress: ProgressBar = NO_PROGRESS) -> Array:
     """How often each id occurs, int64 [largest id in the text + 1]. Reads all tokens. DataError for a negative id."""
     counts = np.zeros(0, np.int64)
     for block in dataset.blocks():
@@ -192,7 +183,7 @@ def _lengths(sizes: Array) -> str:
 
 
 def merge_datasets(
-    prefixes: Sequence[str | Path], output: str | Path, *, overwrite: bool = False, progress: ByteProgress = NO_PROGRESS
+    prefixes: Sequence[str | Path], output: str | Path, *, overwrite: bool = False, progress: ProgressBar = NO_PROGRESS
 ) -> IndexedDataset:
     """Writes the sequences and documents of all `prefixes`, in order, to `output`, which appears complete or not at
     all.

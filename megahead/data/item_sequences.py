@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 
 from megahead.data.event_tables import EventColumns, read_events
 from megahead.data.indexed import Array, IndexedDataset
-from megahead.data.writer import NO_PROGRESS, ByteProgress, IndexedDatasetWriter
+from megahead.data.writer import NO_PROGRESS, IndexedDatasetWriter, ProgressBar
 from megahead.errors import DataError, FieldError
 from megahead.files import atomic_path
 from megahead.wording import format_names
@@ -115,7 +115,7 @@ def preprocess_events(
     split: Split = "last",
     min_count: int = 1,
     vocabulary: ItemVocabulary | None = None,
-    progress: ByteProgress = NO_PROGRESS,
+    progress: ProgressBar = NO_PROGRESS,
 ) -> EventReport:
     """Writes `OUTPUT`, `OUTPUT-validation` and `OUTPUT-test` (a document per user) and `OUTPUT-items.json`.
 
@@ -204,8 +204,7 @@ class _Partitions:
         """The sequences in each file; repeated events (same user, item and time) are removed."""
         for number in sorted(self._writers):
             with pa.memory_map(str(self._paths[number])) as file:
-                table = pa.ipc.open_stream(file).read_all()
-                yield _sort(table)
+                yield _sort(pa.ipc.open_stream(file).read_all())
 
 
 def _sort(table: pa.Table) -> _Sequences:
@@ -272,8 +271,10 @@ def _write_datasets(
             report.dropped["repeated"] += sequences.num_repeated
             ids_N, starts, times_N = _without_unknown(sequences, vocabulary, report)
             for name, (first, end) in _split(starts, times_N, cut_times, report).items():
-                tokens, lengths = _closed_documents(ids_N, first, end)
-                writers[name].add_documents(tokens, lengths)
+                lengths = end - first
+                ends = np.cumsum(lengths)
+                positions = np.arange(int(lengths.sum())) + np.repeat(end - ends, lengths)
+                writers[name].add_documents(np.insert(ids_N[positions], ends, END_ID), lengths + 1)
                 report.documents[name] += len(lengths)
         if missing := [name for name in prefixes if not report.documents[name]]:
             lost = "".join(f", {count:,} {reason}" for reason, count in report.dropped.items() if count)
@@ -317,16 +318,6 @@ def _split(
     is_document = {"train": ends["train"] - first > 1, **is_held_out}
     report.dropped["alone in a user's training document"] += int((ends["train"] - first == 1).sum())
     return {name: (first[is_document[name]], ends[name][is_document[name]]) for name in ends}
-
-
-def _closed_documents(ids_N: Array, first: Array, end: Array) -> tuple[Array, Array]:
-    """(tokens of all documents, each closed by the end id; length of each document)."""
-    lengths = end - first + 1
-    offsets = np.cumsum(lengths) - lengths
-    positions = np.arange(int(lengths.sum())) + np.repeat(first - offsets, lengths)
-    tokens = np.append(ids_N, END_ID)[positions]
-    tokens[offsets + lengths - 1] = END_ID
-    return tokens, lengths
 
 
 # Reading back.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -27,12 +27,13 @@ from megahead.data.samples import (
     ConcatenatedSamples,
     PackedSamples,
     RowSource,
+    SampleIndices,
     Samples,
     StoredSamples,
     derive_seed,
     pack_table,
 )
-from megahead.data.strategies import Uniform, build_strategy
+from megahead.data.strategies import STRATEGIES, Uniform, build_strategy
 from megahead.data.strategy import TargetErrorCounts, TrainingText
 from megahead.errors import ConfigError
 from megahead.wording import pluralize
@@ -56,7 +57,7 @@ class Blend(RowSource):
         self.sequence_length = parts[0].sequence_length
         self._part_P, self._ordinal_P = build_schedule(self.quotas)
 
-    def read(self, sample_indices: Sequence[int] | Array) -> tuple[Array, Array]:
+    def read(self, sample_indices: SampleIndices) -> tuple[Array, Array]:
         """As `RowSource.read`."""
         part_B, index_B = self.locate(np.asarray(sample_indices, np.int64))
         rows = np.empty((len(part_B), self.sequence_length + 1), np.int64)
@@ -149,13 +150,12 @@ def training_samples(data: DataConfig, datasets: Sequence[IndexedDataset], seed:
 
 def describe_samples(samples: Samples | Blend, count: int) -> list[tuple[str, str]]:
     """(name, value) lines of what a run of `count` samples reads: shares of a blend, epochs, empty parts of rows."""
-    lines = []
     if isinstance(samples, Blend):
-        lines += [("blend", line) for line in samples.describe(count)]
+        parts, lines = samples.parts, [("blend", line) for line in samples.describe(count)]
     else:
         epochs = pluralize(count / samples.rows_per_epoch, "epoch", ".2g")
-        lines.append(("data", f"{pluralize(samples.rows_per_epoch, 'row')}, {epochs}"))
-    for part in samples.parts if isinstance(samples, Blend) else [samples]:
+        parts, lines = [samples], [("data", f"{pluralize(samples.rows_per_epoch, 'row')}, {epochs}")]
+    for part in parts:
         if isinstance(part, PackedSamples):
             empty = part.table.empty_share(part.sequence_length + 1)
             lines.append(("packing", f"{part.dataset.prefix}: best fit, {empty:.2%} of the rows empty"))
@@ -240,6 +240,9 @@ def _make_collator(config: RunConfig, text: TrainingText | None = None, steps_be
     strategy, seed = (Uniform(), 0) if text is None else (build_strategy(masking, text), config.seed)
     if masking.diffusion:
         return DiffusionCollator(row_builder, seed, strategy)
+    importance = None
+    if text is not None and masking.dropping is not None:
+        importance = STRATEGIES[masking.dropping.by](masking, replace(text, setting="masking.dropping.by"))
     return MaskingCollator(
         row_builder,
         strategy,
@@ -248,7 +251,7 @@ def _make_collator(config: RunConfig, text: TrainingText | None = None, steps_be
         samples_per_step=config.batch.global_size,
         steps=config.training.steps,
         steps_before_masking=steps_before_masking,
-        subsets=TokenSubsets.from_settings(row_builder, config.model, text),
+        subsets=TokenSubsets(row_builder, config.model, importance),
     )
 
 

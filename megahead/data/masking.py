@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar
@@ -14,9 +14,9 @@ from megahead.config.masking import MaskingConfig
 from megahead.config.model import ModelConfig
 from megahead.data.batch import Batch, EncoderRowBuilder, EncoderRows, RowCollator, SubsetIndex
 from megahead.data.indexed import Array, DatasetInfo
-from megahead.data.samples import CounterRng, Purpose
-from megahead.data.strategies import STRATEGIES, Uniform
-from megahead.data.strategy import Strategy, TrainingText
+from megahead.data.samples import CounterRng, Purpose, SampleIndices
+from megahead.data.strategies import Uniform
+from megahead.data.strategy import Strategy
 
 # Targets are the tokens of the text, never their replacements. A unit is a span of tokens masked together. B rows, T
 # tokens per row, M = B T tokens, U units, N targets of the batch.
@@ -46,7 +46,7 @@ class MaskingCollator(RowCollator):
     def config(self) -> MaskingConfig:
         return self.row_builder.masking
 
-    def batch(self, text: Array, sample_indices: Sequence[int] | Array, document_starts: Array | None = None) -> Batch:
+    def batch(self, text: Array, sample_indices: SampleIndices, document_starts: Array | None = None) -> Batch:
         """Arguments as in `EncoderRowBuilder.build`."""
         return self.mask_rows(self.row_builder.build(text, document_starts), text, sample_indices)
 
@@ -54,7 +54,7 @@ class MaskingCollator(RowCollator):
         self,
         rows: EncoderRows,
         text: Array,
-        sample_indices: Sequence[int] | Array,
+        sample_indices: SampleIndices,
         adapt_strategy: Callable[[Strategy], Strategy] | None = None,
     ) -> Batch:
         """As `batch`, for `rows` of this text; `adapt_strategy` replaces the strategy of this step."""
@@ -170,7 +170,7 @@ class DiffusionCollator(RowCollator):
     strategy: Strategy = field(default_factory=Uniform)
     """Its weights decide which tokens are masked, not how many."""
 
-    def batch(self, text: Array, sample_indices: Sequence[int] | Array, document_starts: Array | None = None) -> Batch:
+    def batch(self, text: Array, sample_indices: SampleIndices, document_starts: Array | None = None) -> Batch:
         """Arguments as in `EncoderRowBuilder.build`. The input of each target is the mask token; special tokens are no
         targets.
 
@@ -203,59 +203,41 @@ _MASK, _SPECIAL, _TEXT, _EMPTY = range(4)  # kinds of tokens, in the order in wh
 
 
 @dataclass(frozen=True)
-class TokenDropping:
-    """Keeps a share of each row's tokens: mask tokens, then other special ones, then those of the largest weight."""
+class TokenSubsets:
+    """Which tokens the layers of an encoder compute, by the settings of `row_builder.masking`."""
 
     row_builder: EncoderRowBuilder
-    layers: range
-    share: float
-    importance: Strategy
+    model: ModelConfig
 
-    def select(self, input_ids_BT: Array, text: Array, step: int, rng: CounterRng) -> SubsetIndex:
-        """The tokens that are kept; `text`, int64 [B, T - 2], is negative where a row is empty."""
+    importance: Strategy | None = None
+    """By whose weights tokens are dropped in middle layers; None: none are dropped."""
+
+    def select(
+        self, is_target_BT: Array, input_ids_BT: Array, text: Array, step: int, rng: CounterRng
+    ) -> tuple[SubsetIndex, ...]:
+        """The token subsets of a batch, in the order of their layers. `text`, int64 [B, T - 2], is negative where a row
+        is empty."""
+        token_subsets, masking = list[SubsetIndex](), self.row_builder.masking
+        if first_masked_layer := masking.first_masked_layer(self.model):
+            is_mask_BT = is_target_BT & (input_ids_BT == masking.mask_token)
+            token_subsets.append(SubsetIndex.from_mask(~is_mask_BT, range(first_masked_layer)))
+        if self.importance is not None and masking.dropping is not None:
+            weights_BT = self.importance.at(step).weights(input_ids_BT)
+            kept_BT = self._keep(masking.dropping.keep_share, weights_BT, input_ids_BT, text, rng)
+            layers = masking.dropping.layers(self.model)
+            token_subsets.append(SubsetIndex.from_mask(kept_BT, layers, first_layer_attends_to_all=True))
+        return tuple(token_subsets)
+
+    def _keep(self, share: float, weights_BT: Array | None, input_ids_BT: Array, text: Array, rng: CounterRng) -> Array:
+        """bool [B, T]: a share of each row's tokens: mask tokens, then other special ones, then those of the largest
+        weight."""
         length = input_ids_BT.shape[1]
         kind_BT = np.where(np.isin(input_ids_BT, self.row_builder.unmaskable()), _SPECIAL, _TEXT)
         kind_BT[input_ids_BT == self.row_builder.masking.mask_token] = _MASK
         kind_BT[np.arange(length) > 1 + (text >= 0).sum(1)[:, None]] = _EMPTY
         draw_BT = rng.uniform(Purpose.DROPPING_TIES, length)
-        weights_BT = self.importance.at(step).weights(input_ids_BT)
         sort_key_BT = draw_BT if weights_BT is None else -weights_BT
         order_BT = np.lexsort((draw_BT, sort_key_BT, kind_BT))
-        mask_BT = np.zeros(input_ids_BT.shape, bool)
-        np.put_along_axis(mask_BT, order_BT[:, : max(1, round(self.share * length))], True, axis=1)
-        return SubsetIndex.from_mask(mask_BT, self.layers, first_layer_attends_to_all=True)
-
-
-@dataclass(frozen=True)
-class TokenSubsets:
-    """Which tokens the layers of an encoder compute."""
-
-    mask_token: int
-
-    first_masked_layer: int = 0
-    """The first layer that computes mask tokens."""
-
-    dropping: TokenDropping | None = None
-    """Token dropping in middle layers; None: no tokens are dropped."""
-
-    @staticmethod
-    def from_settings(
-        row_builder: EncoderRowBuilder, model: ModelConfig, text: TrainingText | None = None
-    ) -> TokenSubsets:
-        """The subsets of a run's settings. Held-out rows have no training `text` to weigh tokens by, and drop none."""
-        masking, settings = row_builder.masking, row_builder.masking.dropping
-        if text is None or settings is None:
-            return TokenSubsets(masking.mask_token, masking.first_masked_layer(model))
-        importance = STRATEGIES[settings.by](masking, replace(text, setting="masking.dropping.by"))
-        dropping = TokenDropping(row_builder, settings.layers(model), settings.keep_share, importance)
-        return TokenSubsets(masking.mask_token, masking.first_masked_layer(model), dropping)
-
-    def select(
-        self, is_target_BT: Array, input_ids_BT: Array, text: Array, step: int, rng: CounterRng
-    ) -> tuple[SubsetIndex, ...]:
-        """The token subsets of a batch, in the order of their layers."""
-        token_subsets = () if self.dropping is None else (self.dropping.select(input_ids_BT, text, step, rng),)
-        if self.first_masked_layer:
-            is_mask_BT = is_target_BT & (input_ids_BT == self.mask_token)
-            token_subsets = (SubsetIndex.from_mask(~is_mask_BT, range(self.first_masked_layer)), *token_subsets)
-        return token_subsets
+        kept_BT = np.zeros(input_ids_BT.shape, bool)
+        np.put_along_axis(kept_BT, order_BT[:, : max(1, round(share * length))], True, axis=1)
+        return kept_BT

@@ -25,7 +25,7 @@ from megahead.data.records import Chunk, Selection
 from megahead.data.sources import find_inputs, input_names, max_documents, pin_hub_revisions, read_chunks, total_bytes
 from megahead.data.tokenizer import Engine, Tokenizer, load_tokenizer
 from megahead.data.vocabulary_map import ROLES
-from megahead.data.writer import NO_PROGRESS, ByteProgress, IndexedDatasetWriter
+from megahead.data.writer import NO_PROGRESS, IndexedDatasetWriter, ProgressBar
 from megahead.errors import DataError, FieldError
 from megahead.wording import pluralize
 
@@ -34,38 +34,30 @@ BYTES_PER_WORKER = 32 << 20
 OnError = Literal["fail", "skip"]
 
 
-@dataclass(frozen=True)
-class ChunkTokenizer:
-    """Encodes chunks with the tokenizer in `path`, by the library that `load_tokenizer` chose."""
-
-    recipe: Recipe
-    path: Path
-    engine: Engine
-    end_token: int
-
-    def encode(self, chunk: Chunk) -> EncodedChunk:
-        """The ids of the chunk's documents. DataError for a broken record, unless `on_error` is "skip"."""
-        parsed = chunk.parse()
-        texts = parsed.require_texts() if self.recipe.on_error == "fail" else parsed.texts
-        tokenizer, tail, held_out = Tokenizer(self.path, self.engine), self.recipe.holdout_tail, None
-        if tail is not None:
-            parts = [part for text in texts for part in _split_tail(text, tail)]
-            texts, held_out = [text for text, _ in parts], np.array([is_tail for _, is_tail in parts], bool)
-        tokens, lengths = tokenizer.encode_flat(texts)
-        has_tokens = lengths > 0
-        ends = np.cumsum(lengths)[has_tokens]
-        tokens = np.insert(tokens.astype(token_dtype(tokenizer.vocab_size), copy=False), ends, self.end_token)
-        text_bytes = np.array([len(text) if text.isascii() else len(text.encode()) for text in texts], np.int64)
-        report = PreprocessReport(
-            skipped=len(parsed.empty_locations) + len(texts) - len(ends),
-            broken=len(parsed.errors),
-            left_out=parsed.num_filtered,
-            empty_places=parsed.empty_locations,
-            problems=parsed.errors,
-        )
-        held_out = None if held_out is None else held_out[has_tokens]
-        lengths, text_bytes = lengths[has_tokens] + 1, text_bytes[has_tokens]
-        return EncodedChunk(tokens, lengths, text_bytes, report, chunk.disk_bytes, held_out)
+def encode_chunk(recipe: Recipe, path: Path, engine: Engine, end_token: int, chunk: Chunk) -> EncodedChunk:
+    """The ids of the chunk's documents, by the tokenizer in `path` and the library that `load_tokenizer` chose.
+    DataError for a broken record, unless `on_error` is "skip"."""
+    parsed = chunk.parse()
+    texts = parsed.require_texts() if recipe.on_error == "fail" else parsed.texts
+    tokenizer, tail, held_out = Tokenizer(path, engine), recipe.holdout_tail, None
+    if tail is not None:
+        parts = [part for text in texts for part in _split_tail(text, tail)]
+        texts, held_out = [text for text, _ in parts], np.array([is_tail for _, is_tail in parts], bool)
+    tokens, lengths = tokenizer.encode_flat(texts)
+    has_tokens = lengths > 0
+    ends = np.cumsum(lengths)[has_tokens]
+    tokens = np.insert(tokens.astype(token_dtype(tokenizer.vocab_size), copy=False), ends, end_token)
+    text_bytes = np.array([len(text) if text.isascii() else len(text.encode()) for text in texts], np.int64)
+    report = PreprocessReport(
+        skipped=len(parsed.empty_locations) + len(texts) - len(ends),
+        broken=len(parsed.errors),
+        left_out=parsed.num_filtered,
+        empty_places=parsed.empty_locations,
+        problems=parsed.errors,
+    )
+    held_out = None if held_out is None else held_out[has_tokens]
+    lengths, text_bytes = lengths[has_tokens] + 1, text_bytes[has_tokens]
+    return EncodedChunk(tokens, lengths, text_bytes, report, chunk.disk_bytes, held_out)
 
 
 def _split_tail(text: str, share: Fraction) -> Iterator[tuple[str, bool]]:
@@ -102,7 +94,8 @@ class EncodedChunk:
     """bool: documents that are held out; None if that depends on their positions in the whole input."""
 
 
-EncodeChunks = Callable[[Iterable[Chunk], ChunkTokenizer], Iterator[EncodedChunk]]
+EncodeChunk = Callable[[Chunk], EncodedChunk]
+EncodeChunks = Callable[[Iterable[Chunk], EncodeChunk], Iterator[EncodedChunk]]
 
 
 @contextmanager
@@ -113,7 +106,7 @@ def encoding_pool(workers: int) -> Iterator[EncodeChunks]:
     An error in a chunk is raised when that chunk would be yielded. DataError if a worker dies.
     """
     if workers <= 1:
-        yield lambda chunks, encoder: map(encoder.encode, chunks)
+        yield lambda chunks, encode_one: map(encode_one, chunks)
         return
     # Neither fork (the tokenizers' threads would not survive it) nor spawn (each worker would import everything).
     context = multiprocessing.get_context("forkserver")
@@ -126,12 +119,12 @@ def encoding_pool(workers: int) -> Iterator[EncodeChunks]:
 
 
 def _encode_ahead(
-    pool: ProcessPoolExecutor, max_pending: int, chunks: Iterable[Chunk], encoder: ChunkTokenizer
+    pool: ProcessPoolExecutor, max_pending: int, chunks: Iterable[Chunk], encode_one: EncodeChunk
 ) -> Iterator[EncodedChunk]:
     pending: deque[Future[EncodedChunk]] = deque()
     try:
         for chunk in chunks:
-            pending.append(pool.submit(encoder.encode, chunk))
+            pending.append(pool.submit(encode_one, chunk))
             if len(pending) >= max_pending:
                 yield pending.popleft().result()
         while pending:
@@ -281,7 +274,7 @@ def preprocess(
     end_inside: EndInside = "report",
     source: str | None = None,
     workers: int = 1,
-    progress: ByteProgress = NO_PROGRESS,
+    progress: ProgressBar = NO_PROGRESS,
 ) -> PreprocessReport:
     """Writes `OUTPUT.bin`, `.idx` and `.json`, and `OUTPUT-validation.*` when `holdout` (a share of the documents) or
     `holdout_tail` (the end of each, where they are few) is given.
@@ -318,20 +311,22 @@ def write_dataset(
     recipe: Recipe,
     output: str | Path,
     encode: EncodeChunks,
-    progress: ByteProgress,
+    progress: ProgressBar,
     source: str,
 ) -> PreprocessReport:
     """Writes one dataset (and its held-out part) of all `chunks`, whole or not at all."""
-    tokenizer, chunks = _choose_tokenizer(recipe.tokenizer, chunks)
+    first = list(islice(chunks, 1))
+    probe = [text[:PROBE_CHARACTERS] for chunk in first for text in chunk.parse().texts[:PROBE_DOCUMENTS]]
+    tokenizer = load_tokenizer(recipe.tokenizer, probe)
     end = end_token_id(tokenizer, recipe.end_token)
-    encoder = ChunkTokenizer(recipe, tokenizer.path, tokenizer.engine, end)
+    encode_one = partial(encode_chunk, recipe, tokenizer.path, tokenizer.engine, end)
     report, size, file, identity = PreprocessReport(), tokenizer.vocab_size, tokenizer.path, tokenizer.identity()
     open_writer = partial(
         IndexedDatasetWriter, vocab_size=size, tokenizer=identity, tokenizer_file=file, end_token=end, source=source
     )
     with ExitStack() as stack:
         writers = [stack.enter_context(open_writer(prefix)) for prefix in recipe.outputs(output)]
-        for encoded in encode(chunks, encoder):
+        for encoded in encode(chain(first, chunks), encode_one):
             _add_documents(encoded, writers, recipe.held_out_share)
             report.add(encoded.report)
             progress.advance(encoded.disk_bytes, int(encoded.text_bytes.sum()))
@@ -375,13 +370,6 @@ def parse_holdout(holdout: Fraction | int) -> Fraction:
     if not (0 < share < 1 or (share >= 2 and share.denominator == 1)):
         raise FieldError("holdout", "be a fraction between 0 and 1, or a number N >= 2 for every N-th", got=holdout)
     return share if share < 1 else 1 / share
-
-
-def _choose_tokenizer(path: Path, chunks: Iterator[Chunk]) -> tuple[Tokenizer, Iterator[Chunk]]:
-    """(tokenizer, all chunks): the tokenizer uses `fastokens` if its ids are right for the first documents."""
-    first = list(islice(chunks, 1))
-    probe = [text[:PROBE_CHARACTERS] for chunk in first for text in chunk.parse().texts[:PROBE_DOCUMENTS]]
-    return load_tokenizer(path, probe), chain(first, chunks)
 
 
 def _add_documents(encoded: EncodedChunk, writers: Sequence[IndexedDatasetWriter], share: Fraction | None) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import parse_qsl
 
 import orjson
@@ -44,6 +44,9 @@ class Selection:
     drop: tuple[Condition, ...] = ()
     """(key, value) pairs: a record that has any of them is dropped."""
 
+    splits_text_files: ClassVar[bool] = False
+    """Whether each line of a `.txt` file is a document, also of those in archives, and not the whole file."""
+
     def text(self, record: Any) -> str | None:
         """The document's text; None for a record that is filtered out. InvalidRecord for a record without text."""
         is_kept = all(_meets(record, key, self.keep) for key, _ in self.keep)
@@ -77,6 +80,12 @@ class Selection:
 
     def _text_keys(self) -> tuple[str, ...]:
         return (self.text_key,) if isinstance(self.text_key, str) else self.text_key
+
+
+class LineSelection(Selection):
+    """A selection with each line of a `.txt` file as a document."""
+
+    splits_text_files = True
 
 
 def parse_conditions(field: str, texts: Sequence[str]) -> tuple[Condition, ...]:

@@ -98,10 +98,13 @@ def epoch_orders(items: int, seed: int) -> Callable[[int], FeistelOrder]:
 # any sample and on any mesh with the same order. With R rows per epoch, sample k has position k % R in epoch k // R.
 
 
+SampleIndices = Sequence[int] | Array
+
+
 class RowSource:
     """Rows of tokens, numbered from 0 without end; each is a pure function of its number."""
 
-    def read(self, sample_indices: Sequence[int] | Array) -> tuple[Array, Array | None]:
+    def read(self, sample_indices: SampleIndices) -> tuple[Array, Array | None]:
         """(tokens, int64 [B, T+1], PADDING where a row is empty; bool [B, T+1]: where documents are known to begin, or
         None if only end tokens tell)."""
         raise NotImplementedError
@@ -120,7 +123,7 @@ class Samples(RowSource):
             )
         self.dataset, self.sequence_length, self.rows_per_epoch = dataset, sequence_length, rows_per_epoch
 
-    def read(self, sample_indices: Sequence[int] | Array) -> tuple[Array, Array]:
+    def read(self, sample_indices: SampleIndices) -> tuple[Array, Array]:
         """As `RowSource.read`; index // `rows_per_epoch` is the epoch. O(B T), whatever the dataset."""
         indices_B = np.asarray(sample_indices, np.int64)
         if indices_B.size and indices_B.min() < 0:
@@ -214,7 +217,7 @@ class EvenlySpacedSamples(RowSource):
     def __init__(self, samples: Samples, count: int) -> None:
         self._samples, self.count = samples, min(count, samples.rows_per_epoch)
 
-    def read(self, sample_indices: Sequence[int] | Array) -> tuple[Array, Array]:
+    def read(self, sample_indices: SampleIndices) -> tuple[Array, Array]:
         return self._samples.read(np.asarray(sample_indices, np.int64) * self._samples.rows_per_epoch // self.count)
 
 
@@ -290,7 +293,12 @@ def pack_table(dataset: IndexedDataset, sequence_length: int, max_documents: int
     key = zlib.crc32(dataset.document_index.data, zlib.crc32(dataset.sizes.data, key))
     path = Path(f"{dataset.prefix}.pack-{key:08x}.rows")
     if not path.exists():
-        write_atomically(path, *_serialize(best_fit_rows(dataset, sequence_length + 1, max_documents)))
+        table = best_fit_rows(dataset, sequence_length + 1, max_documents)
+        columns = ((table.starts_R1, "<i8"), (table.first_token_P, "<i8"), (table.lengths_P, "<i4"))
+        body = b"".join(column.astype(dtype).tobytes() for column, dtype in columns)
+        sha256, pieces = hashlib.sha256(body).hexdigest(), len(table.first_token_P)
+        header = {"format": PACK_FORMAT, "rows": len(table), "pieces": pieces, "sha256": sha256}
+        write_atomically(path, orjson.dumps(header).ljust(HEADER_BYTES - 1) + b"\n", body)
     return read_table(path)
 
 
@@ -355,14 +363,6 @@ def read_table(path: Path) -> PackTable:
     return PackTable(starts_R1, first_token_P, np.frombuffer(body, "<i4", pieces, 8 * (rows + 1 + pieces)))
 
 
-def _serialize(table: PackTable) -> tuple[bytes, bytes]:
-    columns = ((table.starts_R1, "<i8"), (table.first_token_P, "<i8"), (table.lengths_P, "<i4"))
-    body = b"".join(column.astype(dtype).tobytes() for column, dtype in columns)
-    sha256, pieces = hashlib.sha256(body).hexdigest(), len(table.first_token_P)
-    header = {"format": PACK_FORMAT, "rows": len(table), "pieces": pieces, "sha256": sha256}
-    return orjson.dumps(header).ljust(HEADER_BYTES - 1) + b"\n", body
-
-
 # Uniform random numbers as a pure function of (seed, sample, purpose, position): SplitMix64 (Steele et al. 2014) of
 # counters, for all B samples of a batch at once, W numbers each. It has no state that draws would advance.
 
@@ -389,7 +389,7 @@ class Purpose(IntEnum):
 class CounterRng:
     """The random numbers of some samples, independent between samples and between purposes."""
 
-    def __init__(self, seed: int, sample_indices: Sequence[int] | Array) -> None:
+    def __init__(self, seed: int, sample_indices: SampleIndices) -> None:
         self._seed = seed
         self._samples_B = np.asarray(sample_indices, np.uint64)
 

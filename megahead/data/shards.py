@@ -22,7 +22,7 @@ from megahead.data.preprocess import END_TOKEN, PreprocessReport, Recipe, encodi
 from megahead.data.records import is_hub_url
 from megahead.data.sources import STANDARD_INPUT, Input, find_inputs, pin_hub_revisions, total_bytes
 from megahead.data.tokenizer import load_tokenizer
-from megahead.data.writer import NO_PROGRESS, ByteProgress
+from megahead.data.writer import NO_PROGRESS, ProgressBar
 from megahead.errors import DataError
 from megahead.files import AtomicFile, sha256_of, write_atomically
 
@@ -36,7 +36,7 @@ def preprocess_shards(
     folder: str | Path,
     *,
     workers: int = 1,
-    progress: ByteProgress = NO_PROGRESS,
+    progress: ProgressBar = NO_PROGRESS,
 ) -> PreprocessReport:
     """Writes one dataset per input file to `folder`; skips shards that its manifest lists as finished.
 

@@ -12,7 +12,7 @@ import sys
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -158,35 +158,23 @@ def find_inputs(patterns: str | Path | Sequence[str | Path]) -> list[Input]:
 
 def input_names(patterns: Sequence[str | Path]) -> str:
     """The inputs by the names of their files without paths, a folder by its own, a URL as it is."""
-    return format_names(name for pattern in patterns for name in _names(str(pattern)))
+    names = list[str]()
+    for pattern in map(str, patterns):
+        if "://" in pattern:
+            names.append(pattern)
+        elif pattern == str(STANDARD_INPUT):
+            names.append("standard input")
+        elif Path(pattern).is_dir():
+            names.append(Path(pattern).resolve().name)
+        else:
+            names += [path.name for path in _expand_pattern(pattern)]
+    return format_names(names)
 
 
 def pin_hub_revisions(patterns: str | Path | Sequence[str | Path]) -> list[str | Path]:
     """The same inputs, each dataset of the Hub at its present commit. DataError if the Hub does not give it."""
     patterns = [patterns] if isinstance(patterns, str | Path) else patterns
     return [HubSplit.parse(str(item)).pin().url if is_hub_url(str(item)) else item for item in patterns]
-
-
-def _names(pattern: str) -> list[str]:
-    if "://" in pattern:
-        return [pattern]
-    if pattern == str(STANDARD_INPUT):
-        return ["standard input"]
-    paths = [Path(pattern).resolve()] if Path(pattern).is_dir() else _expand_pattern(pattern)
-    return [path.name for path in paths]
-
-
-def split_text_lines(inputs: Sequence[Input]) -> list[Input]:
-    """The same inputs, with each line of a `.txt` file a document, also of those in archives."""
-    lines: Chunker = partial(_chunk_lines, chunk_class=TextLines)
-    chunkers = {suffix: lines if suffix.startswith(".txt") else split for suffix, split in CHUNKERS.items()}
-
-    def split_lines(item: Input) -> Chunker:
-        if item.split is _chunk_archive:
-            return partial(_chunk_archive, chunkers=chunkers)
-        return lines if item.split is _chunk_text and _text_suffix(item.path) == ".txt" else item.split
-
-    return [replace(item, split=split_lines(item)) for item in inputs]
 
 
 def total_bytes(inputs: Sequence[Input]) -> int | None:
@@ -344,6 +332,9 @@ def _chunk_dat(path: Path, selection: Selection) -> Iterator[Chunk]:
 
 
 def _chunk_text(path: Path, selection: Selection) -> Iterator[Chunk]:
+    if selection.splits_text_files and _text_suffix(path) == ".txt":
+        yield from _chunk_lines(path, selection, TextLines)
+        return
     yield TextFile(str(path), 1, _read_whole(path, "one document"), selection, path.stat().st_size)
 
 
@@ -437,7 +428,7 @@ SUFFIXES = f"one of {', '.join(_TEXT_CHUNKERS)} (or these with .gz or .zst), .pa
 # Archives of files (tar, zip). They are read when named, but ignored in a folder of inputs.
 
 
-def _chunk_archive(path: Path, selection: Selection, chunkers: Mapping[str, Chunker] = CHUNKERS) -> Iterator[Chunk]:
+def _chunk_archive(path: Path, selection: Selection) -> Iterator[Chunk]:
     """The chunks of an archive's members, in its order, each split by its suffix; members of unknown types are ignored,
     as in a folder.
 
@@ -448,11 +439,11 @@ def _chunk_archive(path: Path, selection: Selection, chunkers: Mapping[str, Chun
     try:
         with path.open("rb") as archive:
             for name, content in read_members(archive):
-                suffix = next((suffix for suffix in chunkers if name.endswith(suffix)), None)
+                suffix = next((suffix for suffix in CHUNKERS if name.endswith(suffix)), None)
                 if suffix is None or any(part.startswith(".") for part in PurePosixPath(name).parts if part != ".."):
                     continue
                 is_empty = False
-                for chunk in _chunk_member(content, f"{path}/{name}", suffix, chunkers[suffix], selection):
+                for chunk in _chunk_member(content, f"{path}/{name}", suffix, selection):
                     disk_bytes = max(0, archive.tell() - position)  # a member's first chunk counts all of it
                     position += disk_bytes
                     yield replace(chunk, disk_bytes=disk_bytes)
@@ -464,14 +455,14 @@ def _chunk_archive(path: Path, selection: Selection, chunkers: Mapping[str, Chun
         raise DataError(f"`{path}` must hold visible files that end in one of {', '.join(CHUNKERS)}, but holds none.")
 
 
-def _chunk_member(content: IO[bytes], path: str, suffix: str, split: Chunker, selection: Selection) -> Iterator[Chunk]:
+def _chunk_member(content: IO[bytes], path: str, suffix: str, selection: Selection) -> Iterator[Chunk]:
     """The chunks of an archive's member, which errors name by `path`."""
     with TemporaryDirectory() as folder:  # tables need random access, and decompressors need a file
         file = Path(folder, f"member{suffix}")
         with file.open("wb") as output:
             shutil.copyfileobj(content, output, 1 << 20)
         try:
-            for chunk in split(file, selection):
+            for chunk in CHUNKERS[suffix](file, selection):
                 yield replace(chunk, path=path)
         except DataError as error:
             raise DataError(str(error).replace(str(file), path)) from error

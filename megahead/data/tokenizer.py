@@ -70,12 +70,16 @@ FileVersion = tuple[int, int, int]
 
 
 class Tokenizer:
-    """The tokenizer in a file, which is cached until it changes. Encoding adds no special tokens, neither truncates nor
-    pads, and ignores `dropout`. The spelling of a special token in a text is encoded as that token."""
+    """The tokenizer in a file, which is cached until it changes; DataError if there is none. Encoding adds no special
+    tokens, neither truncates nor pads, and ignores `dropout`. The spelling of a special token in a text is encoded as
+    that token."""
 
     def __init__(self, path: str | Path, engine: Engine = "tokenizers") -> None:
         self.path = Path(path)
-        version = _file_version(self.path)
+        if not self.path.is_file():
+            raise DataError(f"`{path}` must be a tokenizer.json file or a .model, but there is none; check the path.")
+        stat = self.path.stat()
+        version = stat.st_ino, stat.st_size, stat.st_mtime_ns  # which change with the file
         self._reference = _load_reference(self.path, version)
         self.engine: Engine = "sentencepiece" if isinstance(self._reference, _SentencePieceModel) else engine
         self._fast = _load_fast(self.path, version) if self.engine == "fastokens" else None
@@ -270,14 +274,6 @@ def _load_fast(path: Path, version: FileVersion) -> fastokens.Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
-
-
-def _file_version(path: Path) -> FileVersion:
-    """Inode, size and time of the file, which change with it; DataError if there is no file."""
-    if not path.is_file():
-        raise DataError(f"`{path}` must be a tokenizer.json file or a .model, but there is none; check the path.")
-    stat = path.stat()
-    return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 # A SentencePiece `.model` as a `tokenizer.json` with the same ids.

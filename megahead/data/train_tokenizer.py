@@ -18,7 +18,7 @@ from megahead.data.indexed import Array
 from megahead.data.records import Selection
 from megahead.data.sources import find_inputs, total_bytes
 from megahead.data.tokenizer import from_sentencepiece
-from megahead.data.writer import NO_PROGRESS, ByteProgress
+from megahead.data.writer import NO_PROGRESS, ProgressBar
 from megahead.errors import DataError, FieldError
 from megahead.files import write_atomically
 
@@ -171,7 +171,7 @@ def sample_texts(
     selection: Selection | None = None,
     max_bytes: float | None = None,
     skip_broken: bool = False,
-    progress: ByteProgress = NO_PROGRESS,
+    progress: ProgressBar = NO_PROGRESS,
 ) -> Iterator[str]:
     """The documents of all inputs; with `max_bytes` only the first of each input, up to that many bytes altogether.
     `selection`: which records, and which of their keys (by default all, and `text`).

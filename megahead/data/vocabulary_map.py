@@ -49,7 +49,13 @@ class ByteVocabulary:
         tokenizer = load_tokenizer(path)
         content = json.loads(tokenizer.content())
         spellings = tokenizer.spellings(tokenizer.vocab_size)
-        special, added = _special_spellings(content), {token["content"] for token in content.get("added_tokens") or ()}
+        model, added_tokens = content["model"], content.get("added_tokens") or ()
+        added = {token["content"] for token in added_tokens}
+        special = {token["content"] for token in added_tokens if token["special"]}
+        if isinstance(model.get("unk_id"), int):
+            special.add(model["vocab"][model["unk_id"]][0])
+        if model.get("unk_token"):
+            special.add(model["unk_token"])
         to_bytes = _spelling_decoder(content, path)
         text = [
             None if name is None or name in special else name.encode() if name in added else to_bytes(name)
@@ -97,15 +103,6 @@ def bytes_of_ids(path: str, count: int) -> list[bytes | None]:
     `ByteVocabulary.open`."""
     text = ByteVocabulary.open(load_tokenizer(path).path).token_bytes[:count]
     return text + [None] * (count - len(text))
-
-
-def _special_spellings(content: dict[str, Any]) -> set[str]:
-    """The spellings of special tokens, with the unknown token."""
-    model = content["model"]
-    spellings = {token["content"] for token in content.get("added_tokens") or () if token["special"]}
-    if isinstance(model.get("unk_id"), int):
-        spellings.add(model["vocab"][model["unk_id"]][0])
-    return spellings | ({model["unk_token"]} if model.get("unk_token") else set())
 
 
 def _spelling_decoder(content: dict[str, Any], path: Path) -> Callable[[str], bytes]:

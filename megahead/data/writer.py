@@ -205,23 +205,11 @@ class IndexedDatasetWriter:
         return ExpectedFile(num_bytes, digest.hexdigest())
 
 
-class ByteProgress:
-    """Receives the progress of a job that reads files; this base class ignores it."""
+class ProgressBar:
+    """`with ProgressBar("Tokenizing") as bar`: shows megabytes of text, their rate, and the time left of a job that
+    reads files, on stderr. Without a title it shows nothing."""
 
-    def start(self, total_bytes: int | None) -> None:
-        """Called once, with the size of all files on disk; None if it is unknown."""
-
-    def advance(self, read_bytes: int, text_bytes: int) -> None:
-        """Called after each part, with its bytes on disk and its bytes of text."""
-
-
-NO_PROGRESS = ByteProgress()
-
-
-class ProgressBar(ByteProgress):
-    """`with ProgressBar("Tokenizing") as bar`: shows megabytes of text, their rate, and the time left on stderr."""
-
-    def __init__(self, title: str) -> None:
+    def __init__(self, title: str = "") -> None:
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
@@ -231,7 +219,7 @@ class ProgressBar(ByteProgress):
             TextColumn("left"),
             TimeRemainingColumn(),
         )
-        self._progress = Progress(*columns, console=Console(stderr=True), refresh_per_second=2)
+        self._progress = Progress(*columns, console=Console(stderr=True), refresh_per_second=2, disable=not title)
         self._task: TaskID = self._progress.add_task(title, total=None, text=0.0, rate=0.0)
         self._text_bytes = 0
 
@@ -243,11 +231,16 @@ class ProgressBar(ByteProgress):
         self._progress.stop()
 
     def start(self, total_bytes: int | None) -> None:
+        """Begins with the size of all files on disk; None if it is unknown."""
         self._progress.reset(self._task, total=total_bytes)
 
     def advance(self, read_bytes: int, text_bytes: int) -> None:
+        """Adds a part's bytes on disk and its bytes of text."""
         self._text_bytes += text_bytes
         megabytes = self._text_bytes / 1e6
         seconds = self._progress.tasks[0].elapsed or 0.0
         rate = megabytes / seconds if seconds else 0.0
         self._progress.update(self._task, advance=read_bytes, text=megabytes, rate=rate)
+
+
+NO_PROGRESS = ProgressBar()

@@ -132,14 +132,9 @@ def training_batches(lengths: Sequence[int], batch_size: int, generator: torch.G
     order = torch.randperm(len(lengths), generator=generator).tolist()
     bucket = batch_size * _BATCHES_PER_BUCKET
     buckets = (order[start : start + bucket] for start in range(0, len(order), bucket))
-    rows = [row for rows in buckets for row in sort_by_length(lengths, rows)]
+    rows = [row for rows in buckets for row in sorted(rows, key=lambda row: -lengths[row])]
     batches = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
     yield from (batches[row] for row in torch.randperm(len(batches), generator=generator).tolist())
-
-
-def sort_by_length(lengths: Sequence[int], rows: Sequence[int]) -> list[int]:
-    """Returns `rows`, the longest first."""
-    return sorted(rows, key=lambda row: -lengths[row])
 
 
 def collate(examples: Sequence[EncodedExample], padding: int, device: torch.device) -> dict[str, Tensor]:
@@ -199,7 +194,7 @@ class Classifier:
     def scores(self, examples: Sequence[EncodedExample], batch_size: int) -> dict[str, float]:
         """Returns the task's metrics on an evaluation set."""
         self.model.eval()
-        rows = sort_by_length([example.length() for example in examples], range(len(examples)))
+        rows = sorted(range(len(examples)), key=lambda row: -examples[row].length())
         predictions, labels = np.zeros(len(examples)), np.array([example.label for example in examples])
         for start in range(0, len(rows), batch_size):
             batch = rows[start : start + batch_size]
@@ -207,28 +202,6 @@ class Classifier:
             predictions[batch] = (outputs_BC.argmax(1) if self.task.labels else outputs_BC[:, 0]).cpu().numpy()
         metrics = (self.task.metric, *self.task.extra_metrics)
         return {metric: compute_metric(metric, labels, predictions) for metric in metrics}
-
-
-def fine_tune(
-    classifier: Classifier,
-    train: Sequence[EncodedExample],
-    evaluation_sets: Mapping[str, Sequence[EncodedExample]],
-    settings: FineTuningSettings,
-    seed: int,
-) -> Iterator[EpochScores]:
-    """Trains in place and yields after each epoch; UserError after an epoch whose loss is not finite."""
-    order = torch.Generator().manual_seed(seed)
-    lengths = [example.length() for example in train]
-
-    def batches() -> Iterator[list[EncodedExample]]:
-        yield from ([train[row] for row in rows] for rows in training_batches(lengths, settings.batch_size, order))
-
-    def scores() -> dict[str, dict[str, float]]:
-        return {name: classifier.scores(rows, 2 * settings.batch_size) for name, rows in evaluation_sets.items()}
-
-    steps = math.ceil(len(train) / settings.batch_size)
-    loss = partial(classifier.loss, balanced=settings.loss == "balanced")
-    yield from train_epochs(classifier.model, batches, steps, loss, scores, settings)
 
 
 def train_epochs(
@@ -294,6 +267,9 @@ class InitialModel:
 class FineTuningRun:
     """Fine-tunes one model on one task, for any number of seeds; texts are encoded once."""
 
+    truncation_note = ""
+    """As of a `ContrastiveRun`; here truncated texts are not reported."""
+
     def __init__(self, initial_model: InitialModel, data: TaskData, settings: FineTuningSettings) -> None:
         self.initial_model, self.data, self.settings = initial_model, data, settings
         tokenizer = load_tokenizer_folder(initial_model.folder)
@@ -304,9 +280,21 @@ class FineTuningRun:
         self._evaluation_sets = {name: encoder.encode([*examples]) for name, examples in data.evaluation_sets.items()}
 
     def run(self, seed: int) -> Iterator[EpochScores]:
-        """Fine-tunes with `seed` for the head (and random weights), the order and dropout; yields after each epoch."""
+        """Fine-tunes with `seed` for the head (and random weights), the order and dropout; yields after each epoch.
+        UserError after an epoch whose loss is not finite."""
         torch.manual_seed(seed)
         initial, num_outputs = self.initial_model, self.data.task.num_outputs()
         model = load_classifier(initial.folder, num_outputs, self._padding, random_weights=initial.random_weights)
         model.to("cuda" if torch.cuda.is_available() else "cpu")
-        yield from fine_tune(Classifier(model, self.data.task), self._train, self._evaluation_sets, self.settings, seed)
+        classifier, size, train = Classifier(model, self.data.task), self.settings.batch_size, self._train
+        order = torch.Generator().manual_seed(seed)
+        lengths = [example.length() for example in train]
+
+        def batches() -> Iterator[list[EncodedExample]]:
+            yield from ([train[row] for row in rows] for rows in training_batches(lengths, size, order))
+
+        def scores() -> dict[str, dict[str, float]]:
+            return {name: classifier.scores(rows, 2 * size) for name, rows in self._evaluation_sets.items()}
+
+        loss = partial(classifier.loss, balanced=self.settings.loss == "balanced")
+        yield from train_epochs(model, batches, math.ceil(len(train) / size), loss, scores, self.settings)

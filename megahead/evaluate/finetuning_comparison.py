@@ -39,10 +39,6 @@ class FineTuningResult:
         """From evaluation set to metric to value, at the best epoch."""
         return self.epochs[self.best()].scores
 
-    def seconds(self) -> float:
-        """Training time."""
-        return sum(epoch.seconds for epoch in self.epochs)
-
 
 def _best_index(task: str, epochs: Sequence[EpochScores]) -> int:
     metric = find_task(task).metric
@@ -189,13 +185,16 @@ class Comparison:
 
     def run(self, report: Callable[[str], object]) -> list[FineTuningResult]:
         """Returns all results, ordered by model, then task; calls `report` with a line after each epoch."""
-        results, task_run = [], None
+        results, task_run = list[FineTuningResult](), None
         for run in self._runs:
             result = self._find(run)
             if result is None:
                 initial_model, data, settings, seed = run
                 if task_run is None or task_run.initial_model is not initial_model or task_run.data is not data:
-                    task_run = _open_run(initial_model, data, settings, report)
+                    run_class = ContrastiveRun if data.name.startswith(RETRIEVAL_PREFIX) else FineTuningRun
+                    task_run = run_class(initial_model, data, settings)
+                    if task_run.truncation_note:
+                        report(task_run.truncation_note)
                 result = self._cache.add(run, self._epochs(task_run, seed, report))
             results.append(result)
         return results
@@ -206,36 +205,21 @@ class Comparison:
 
     def _epochs(self, task_run: TaskRun, seed: int, report: Callable[[str], object]) -> list[EpochScores]:
         epochs: list[EpochScores] = []
+        data, settings = task_run.data, task_run.settings
         for epoch in task_run.run(seed):
             epochs.append(epoch)
-            is_best = _best_index(task_run.data.name, epochs) == len(epochs) - 1
+            is_best = _best_index(data.name, epochs) == len(epochs) - 1
             if is_best and self._save_folder and isinstance(task_run, ContrastiveRun):
                 task_run.save(self._save_folder)
-            self._done += _epoch_cost(task_run.data, task_run.settings)
-            report(self._progress_line(task_run, seed, epochs))
+            self._done += _epoch_cost(data, settings)
+            score, rate = next(iter(epoch.scores.values()))[data.task.metric], len(data.train) / epoch.seconds
+            left = (time.monotonic() - self._start_time) * (self._work - self._done) / self._done
+            report(
+                f"{task_run.initial_model.name}: {data.name}, seed {seed}, epoch {len(epochs)}/{settings.epochs}: "
+                f"loss {epoch.loss:.3f}, {data.task.metric} {100 * score:.1f}, {rate:,.0f} rows/s; "
+                f"{self._done / self._work:.0%} of all runs done, {format_duration(left)} left"
+            )
         return epochs
-
-    def _progress_line(self, task_run: TaskRun, seed: int, epochs: Sequence[EpochScores]) -> str:
-        """Returns a line with progress and speed of a run, and the estimated time left for all runs."""
-        data, last = task_run.data, epochs[-1]
-        metric, score = data.task.metric, next(iter(last.scores.values()))[data.task.metric]
-        left = (time.monotonic() - self._start_time) * (self._work - self._done) / self._done
-        return (
-            f"{task_run.initial_model.name}: {data.name}, seed {seed}, epoch {len(epochs)}/{task_run.settings.epochs}: "
-            f"loss {last.loss:.3f}, {metric} {100 * score:.1f}, {len(data.train) / last.seconds:,.0f} rows/s; "
-            f"{self._done / self._work:.0%} of all runs done, {format_duration(left)} left"
-        )
-
-
-def _open_run(
-    initial_model: InitialModel, data: TaskData, settings: FineTuningSettings, report: Callable[[str], object]
-) -> TaskRun:
-    if not data.name.startswith(RETRIEVAL_PREFIX):
-        return FineTuningRun(initial_model, data, settings)
-    run = ContrastiveRun(initial_model, data, settings)
-    if run.truncation_note:
-        report(run.truncation_note)
-    return run
 
 
 def _epoch_cost(data: TaskData, settings: FineTuningSettings) -> int:
@@ -263,5 +247,5 @@ def comparison_table(results: Sequence[FineTuningResult]) -> list[dict[str, obje
             test = "" if summary.evaluation_set == summary.task.split("/")[-1] else summary.evaluation_set
             names: dict[str, object] = {"task": task, "test": test, "metric": summary.metric}
             rows.setdefault((task, test, summary.metric), names)[model] = str(summary)
-        times[model] = format_duration(sum(result.seconds() for result in model_results))
+        times[model] = format_duration(sum(epoch.seconds for result in model_results for epoch in result.epochs))
     return [*rows.values(), times]

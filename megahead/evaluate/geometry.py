@@ -61,6 +61,7 @@ class Geometry:
     """The same two measures, of all V rows of the input embedding."""
 
 
+@torch.no_grad()
 def measure_geometry(checkpoint: Path, rows: int = ROWS) -> Geometry:
     """Measures the model of a step folder on the run's held-out dataset, in fp32 on the CPU.
 
@@ -101,7 +102,6 @@ def add_geometry(folder: RunFolder, report: Callable[[str], None] = print) -> No
             results.add(key, progress | asdict(measure_geometry(path)), replaces=["step"])
 
 
-@torch.no_grad()
 def _outputs(pretraining: Pretraining, batch: Batch) -> Tensor:
     """[N, D]: the head's inputs at positions with targets."""
     inputs_BTD, predictor = pretraining.backbone.embed(batch.input_ids_BT), pretraining.backbones()[-1]
@@ -111,7 +111,6 @@ def _outputs(pretraining: Pretraining, batch: Batch) -> Tensor:
     return pretraining.mask_head(outputs_ND) if is_vanilla and pretraining.mask_head is not None else outputs_ND
 
 
-@torch.no_grad()
 def _candidates(model: TrainedModel, pretraining: Pretraining, batch: Batch) -> tuple[Tensor, Candidates]:
     """[U, D]: the candidates' rows, and the candidates, as in training."""
     objective, size, table = model.config.objective, model.config.model.vocab_size, pretraining.backbone.embedding
@@ -125,7 +124,6 @@ def _candidates(model: TrainedModel, pretraining: Pretraining, batch: Batch) -> 
     return table_VD[candidates.ids_U], candidates
 
 
-@torch.no_grad()
 def _add_gradient_norms_(
     norms_2: Tensor, outputs_ND: Tensor, rows_UD: Tensor, candidates: Candidates, temperature: float
 ) -> None:
@@ -158,7 +156,6 @@ class _VectorStatistics:
         for block_bD in blocks:
             self.add(block_bD)
 
-    @torch.no_grad()
     def add(self, vectors_bD: Tensor) -> None:
         vectors_bD = vectors_bD.double()
         self._gram_DD = self._gram_DD + vectors_bD.T @ vectors_bD
@@ -228,7 +225,8 @@ def _synsets(file: Path) -> Iterator[set[str]]:
 
 
 def similarities(weight_VD: Tensor, tokenizer: Tokenizer, pairs: Sequence[Pair], seed: int = 0) -> Similarities:
-    """Returns cosines of pairs of words that are one token each (after a space), and of random pairs of these words.
+    """Returns cosines of pairs of words that are one token each (after a space), and of random pairs: the same with
+    their second words shuffled, without pairs of synonyms or of equal words.
 
     Raises DataError without pairs of either kind.
     """
@@ -241,20 +239,14 @@ def similarities(weight_VD: Tensor, tokenizer: Tokenizer, pairs: Sequence[Pair],
         raise DataError("the tokenizer must know both words of some pair as one token, but knows none.")
     ids_P2 = torch.tensor(synonyms)
     unit_VD = F.normalize(weight_VD.double(), dim=-1)
-    random_P2 = _random_pairs(ids_P2, synonyms, seed)
-    if not len(random_P2):
+    shuffled = np.random.default_rng(seed).permutation(ids_P2[:, 1].numpy())
+    excluded = {*synonyms, *((b, a) for a, b in synonyms)}
+    others = [(a, b) for a, b in zip(ids_P2[:, 0].tolist(), shuffled.tolist(), strict=True) if a != b]
+    others = [pair for pair in others if pair not in excluded]
+    if not others:
         raise DataError("the synonyms must be enough to draw other pairs of their words from, but are too few.")
-    return Similarities(_cosines(unit_VD, ids_P2), _cosines(unit_VD, random_P2))
+    return Similarities(_cosines(unit_VD, ids_P2), _cosines(unit_VD, torch.tensor(others)))
 
 
 def _cosines(unit_VD: Tensor, ids_P2: Tensor) -> Tensor:
     return (unit_VD[ids_P2[:, 0]] * unit_VD[ids_P2[:, 1]]).sum(-1)
-
-
-def _random_pairs(ids_P2: Tensor, synonyms: Sequence[tuple[int, int]], seed: int) -> Tensor:
-    """Returns the pairs with their second words shuffled, without pairs of synonyms or of equal words."""
-    shuffled = np.random.default_rng(seed).permutation(ids_P2[:, 1].numpy())
-    excluded = {*synonyms, *((b, a) for a, b in synonyms)}
-    pairs = [(a, b) for a, b in zip(ids_P2[:, 0].tolist(), shuffled.tolist(), strict=True) if a != b]
-    pairs = [pair for pair in pairs if pair not in excluded]
-    return torch.tensor(pairs, dtype=torch.long).view(-1, 2)

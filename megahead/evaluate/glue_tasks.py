@@ -336,44 +336,40 @@ class TaskData:
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
-@dataclass(frozen=True)
-class DataSource:
-    """A folder or hub to read rows from."""
-
-    folder: Path | None
-    """Folder of published files; None for the Hugging Face hub."""
-
-    def read_splits(self, name: str, *, only_dev: bool = False) -> tuple[PublishedRows | None, PublishedRows]:
-        """Returns rows to train on (None without a training split, or if `only_dev`) and to evaluate on. DataError
-        without either."""
-        task = TASKS[name]
-        if self.folder is None:
-            repository, configuration, dev = task.hub
-            train = None if only_dev else _hub_rows(repository, configuration, "train")
-            return train, _hub_rows(repository, configuration, dev)
-        available = [files for files in task.files if self._has_files(files.dev)]
-        if not available:
-            paths = " or ".join(files.dev.replace("+", " and ") for files in task.files)
-            raise DataError(f"`{self.folder}` must hold {paths} for task {name}, but lacks it.")
-        files = next((files for files in available if self._has_files(files.train)), available[0])
-        has_train = not only_dev and self._has_files(files.train)
-        train = replace(files.read(self.folder / files.train), source=files.train) if has_train else None
-        parts = [files.read(self.folder / path) for path in files.dev.split("+")]
-        rows = [row for part in parts for row in part.rows]
-        return train, PublishedRows(rows, sum(part.num_skipped for part in parts), files.dev)
-
-    def has_task(self, name: str) -> bool:
-        """Whether the folder has the task's dev split."""
-        return self.folder is None or any(self._has_files(files.dev) for files in TASKS[name].files)
-
-    def _has_files(self, paths: str) -> bool:
-        return self.folder is not None and all((self.folder / path).is_file() for path in paths.split("+"))
+def has_task(folder: Path | None, name: str) -> bool:
+    """Whether a folder of published files has the task's dev split; the Hugging Face hub (None) has every one."""
+    return folder is None or any(_has_files(folder, files.dev) for files in TASKS[name].files)
 
 
-def expand_task_names(names: Sequence[str], sources: DataSource, other_prefix: str = "") -> list[str]:
-    """Returns task names, with `glue`, `superglue` and `xnli` replaced by all of their tasks in the folder.
+def _has_files(folder: Path, paths: str) -> bool:
+    return all((folder / path).is_file() for path in paths.split("+"))
 
-    `other_prefix`: names of this prefix and a path are kept."""
+
+def _read_splits(
+    folder: Path | None, name: str, *, only_dev: bool = False
+) -> tuple[PublishedRows | None, PublishedRows]:
+    """Returns rows to train on (None without a training split, or if `only_dev`) and to evaluate on. DataError
+    without either."""
+    task = TASKS[name]
+    if folder is None:
+        repository, configuration, dev = task.hub
+        train = None if only_dev else _hub_rows(repository, configuration, "train")
+        return train, _hub_rows(repository, configuration, dev)
+    available = [files for files in task.files if _has_files(folder, files.dev)]
+    if not available:
+        paths = " or ".join(files.dev.replace("+", " and ") for files in task.files)
+        raise DataError(f"`{folder}` must hold {paths} for task {name}, but lacks it.")
+    files = next((files for files in available if _has_files(folder, files.train)), available[0])
+    has_train = not only_dev and _has_files(folder, files.train)
+    train = replace(files.read(folder / files.train), source=files.train) if has_train else None
+    parts = [files.read(folder / path) for path in files.dev.split("+")]
+    rows = [row for part in parts for row in part.rows]
+    return train, PublishedRows(rows, sum(part.num_skipped for part in parts), files.dev)
+
+
+def expand_task_names(names: Sequence[str], folder: Path | None, other_prefix: str = "") -> list[str]:
+    """Returns task names, with `glue`, `superglue` and `xnli` replaced by all of their tasks in the folder; None is the
+    Hugging Face hub. `other_prefix`: names of this prefix and a path are kept."""
     expanded: dict[str, None] = {}
     for name in names:
         members = [task for task in TASKS if task.startswith(f"{name}/")]
@@ -382,56 +378,51 @@ def expand_task_names(names: Sequence[str], sources: DataSource, other_prefix: s
             others = f", {other_prefix}PATH" if other_prefix else ""
             rule = f"name tasks of {', '.join(known)}, xnli/LANGUAGE{others}"
             raise FieldError("--task", rule, got=name, hint=did_you_mean(name, known))
-        available = [task for task in members if sources.has_task(task)]
+        available = [task for task in members if has_task(folder, task)]
         if members and not available:
-            raise DataError(f"`{sources.folder}` must hold files of a task of {name}, but holds none; check the path.")
+            raise DataError(f"`{folder}` must hold files of a task of {name}, but holds none; check the path.")
         expanded |= dict.fromkeys(available or [name])
     return list(expanded)
 
 
 def load_task(
-    name: str, sources: DataSource, *, max_train_rows: int | None = None, languages: Sequence[str] = XNLI_LANGUAGES
+    name: str, folder: Path | None, *, max_train_rows: int | None = None, languages: Sequence[str] = XNLI_LANGUAGES
 ) -> TaskData:
     """Loads a task's examples; `xnli/fr` trains on French and is evaluated in French, then in the other `languages`.
 
     max_train_rows: at most this many, a random sample that is the same for every model and seed.
     Raises DataError for files that are missing or not as published.
     """
-    data = _load_examples(name, sources)
-    train, evaluation_sets, num_skipped = data.train, dict(data.evaluation_sets), data.num_skipped
-    for language in languages if name.startswith("xnli/") else ():
-        if language not in evaluation_sets and sources.has_task(f"xnli/{language}"):
-            other = _load_examples(f"xnli/{language}", sources, trains_on_dev=data.trains_on_dev)
-            evaluation_sets |= other.evaluation_sets
-            num_skipped += other.num_skipped
-    if max_train_rows is not None and len(train) > max_train_rows:
-        train = random.Random(0).sample(train, max_train_rows)
-    return replace(data, train=train, evaluation_sets=evaluation_sets, num_skipped=num_skipped)
+    train, dev = _read_splits(folder, name)
+    published = {name: dev}
+    for other in (f"xnli/{language}" for language in languages if name.startswith("xnli/")):
+        if other not in published and has_task(folder, other):
+            _, published[other] = _read_splits(folder, other, only_dev=True)
+    parts = {task: [_build_examples(task, rows)] for task, rows in published.items()}
+    num_skipped = sum(rows.num_skipped for rows in published.values())
+    if train is None:  # the translations of a dev split are cut as it is
+        parts = {task: _halve(task, examples, published[task].num_skipped) for task, (examples,) in parts.items()}
+        examples = parts[name][0]
+    else:
+        examples, num_skipped = _build_examples(name, train), num_skipped + train.num_skipped
+    if max_train_rows is not None and len(examples) > max_train_rows:
+        examples = random.Random(0).sample(examples, max_train_rows)
+    evaluation_sets = {task.split("/")[1]: part[-1] for task, part in parts.items()}
+    return TaskData(name, TASKS[name], examples, evaluation_sets, train is None, num_skipped)
 
 
-def _load_examples(name: str, sources: DataSource, *, trains_on_dev: bool | None = None) -> TaskData:
-    """Loads examples to train and evaluate on: of two splits, or (without a training split) every other unit of one.
-
-    trains_on_dev: None for the training language. For another language: whether the training language's dev split was
-    cut in halves; its translation is then cut in the same way, and otherwise stays whole.
-    """
-    train, dev = sources.read_splits(name, only_dev=trains_on_dev is not None)
-    task, examples, split = TASKS[name], _build_examples(name, dev), name.split("/")[1]
-    if trains_on_dev is False:
-        return TaskData(name, task, [], {split: examples}, False, dev.num_skipped)
-    if train is not None:
-        num_skipped = train.num_skipped + dev.num_skipped
-        return TaskData(name, task, _build_examples(name, train), {split: examples}, False, num_skipped)
-    if dev.num_skipped and task.rows_per_unit > 1:
+def _halve(name: str, examples: list[Example], num_skipped: int) -> list[list[Example]]:
+    """Two halves of a task's only split, each with every other unit."""
+    size = TASKS[name].rows_per_unit
+    if num_skipped and size > 1:
         raise DataError(
-            f"The files of {name} must have all columns to be cut in halves, but lack one in {dev.num_skipped:,} "
+            f"The files of {name} must have all columns to be cut in halves, but lack one in {num_skipped:,} "
             "lines; get them again."
         )
-    units = [examples[k : k + task.rows_per_unit] for k in range(0, len(examples), task.rows_per_unit)]
+    units = [examples[k : k + size] for k in range(0, len(examples), size)]
     if len(units) < 2:
         raise DataError(f"The files of {name} must hold examples to be cut in halves, but hold {len(examples)}.")
-    halves = [[example for part in units[first::2] for example in part] for first in (0, 1)]
-    return TaskData(name, task, halves[0], {split: halves[1]}, True, dev.num_skipped)
+    return [[example for part in units[first::2] for example in part] for first in (0, 1)]
 
 
 def _build_examples(name: str, published: PublishedRows) -> list[Example]:

@@ -23,14 +23,7 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn
 
 from megahead.errors import DataError
-from megahead.evaluate.harness_tasks import (
-    TASKS,
-    LogProbabilityTask,
-    ModelTask,
-    require_model_kind,
-    task_rows,
-    write_tasks,
-)
+from megahead.evaluate.harness_tasks import TASKS, OwnTask, require_model_kind, task_rows, write_tasks
 from megahead.evaluate.language_models import LanguageModel, open_language_model
 from megahead.evaluate.results import Score, TaskResult
 from megahead.hf.loading import context_length, is_encoder
@@ -51,12 +44,12 @@ def evaluate_tasks(
     model = None
     for name, file in files.items():
         task = TASKS[name]
-        if isinstance(task, ModelTask):
+        if isinstance(task, OwnTask) and task.scores_folder:
             yield task.score(model_dir, file, limit, batch_size)
             continue
         model = model or open_language_model(model_dir, batch_size)
         with forward_progress(model.model, f"{model_dir.name}: {name}"):
-            if isinstance(task, LogProbabilityTask):
+            if isinstance(task, OwnTask):
                 rows = task_rows(name, file, limit)
                 yield TaskResult(name, len(rows), task.score(model, rows), limit)
             else:
@@ -105,7 +98,12 @@ def evaluate_with_lm_eval(
         output: Mapping[str, Any] = simple_evaluate(
             lm, tasks=tasks, task_manager=manager, limit=limit, bootstrap_iters=_BOOTSTRAPS, log_samples=False
         )
-    return _to_task_result(name, output, limit, lm.num_truncated)
+    values = output["results"][name]  # has `acc,none` and `acc_stderr,none` side by side
+    scores = []
+    for metric in output["higher_is_better"][name]:
+        value, stderr = float(values[f"{metric},none"]), values.get(f"{metric}_stderr,none")
+        scores.append(Score(metric, value, None if stderr in (None, "N/A") else float(stderr)))
+    return TaskResult(name, output["n-samples"][name]["effective"], scores, limit, lm.num_truncated)
 
 
 def fitting_batch_size(model: Any, tokens: int, free_bytes: int) -> int:
@@ -116,16 +114,6 @@ def fitting_batch_size(model: Any, tokens: int, free_bytes: int) -> int:
     intermediate_size = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     num_floats = tokens * (_LOGIT_COPIES * config.vocab_size + 2 * intermediate_size + 8 * config.hidden_size)
     return max(1, min(_LARGEST_BATCH, free_bytes // 4 // int(4 * num_floats)))
-
-
-def _to_task_result(task: str, output: Mapping[str, Any], limit: int | None, num_truncated: int) -> TaskResult:
-    """Converts lm-eval's result, which has `acc,none` and `acc_stderr,none` side by side in one dict."""
-    values = output["results"][task]
-    scores = []
-    for metric in output["higher_is_better"][task]:
-        value, stderr = float(values[f"{metric},none"]), values.get(f"{metric}_stderr,none")
-        scores.append(Score(metric, value, None if stderr in (None, "N/A") else float(stderr)))
-    return TaskResult(task, output["n-samples"][task]["effective"], scores, limit, num_truncated)
 
 
 class _TruncationCountingLM(HFLM):  # type: ignore[misc] # lm-eval has no types

@@ -308,18 +308,14 @@ class OwnTask:
     """Reads the examples, up to a limit."""
 
     score: Callable[..., Any]
+    """Scores by log-probabilities of whole texts (an encoder's are pseudo-log-likelihoods): takes a LanguageModel and
+    the examples, and returns scores."""
 
     models: tuple[str, ...]
     """Kinds of models that can be scored on it."""
 
-
-class LogProbabilityTask(OwnTask):
-    """A task scored by log-probabilities of whole texts (an encoder's are pseudo-log-likelihoods): `score` takes a
-    LanguageModel and the examples, and returns scores."""
-
-
-class ModelTask(OwnTask):
-    """A task whose `score` takes a model's folder, the file, a limit and a batch size, and returns a TaskResult."""
+    scores_folder: bool = False
+    """Whether `score` takes a model's folder, the file, a limit and a batch size, and returns a TaskResult."""
 
 
 def _lazy_function(module: str, name: str) -> Callable[..., Any]:
@@ -337,6 +333,8 @@ _read_race = jsonl_reader("article", "questions", "options", "answers", convert=
 _read_boolq = jsonl_reader("passage", "question", "label", convert=convert_boolq)
 _read_piqa = jsonl_reader("goal", "sol1", "sol2", "label", convert=convert_piqa)
 _read_openbookqa = jsonl_reader("question_stem", "choices", "answerKey")
+_read_sequences = _lazy_function("next_item", "read_sequences")
+_read_searches = _lazy_function("search_data", "read_searches")
 _read_sciq = jsonl_reader("support", "question", "distractor1", "distractor2", "distractor3", "correct_answer")
 
 TASKS: Mapping[str, LMEvalTask | OwnTask] = {
@@ -354,16 +352,12 @@ TASKS: Mapping[str, LMEvalTask | OwnTask] = {
     "qasper_bool": LMEvalTask("qasper/bool.yaml", "eval/qasper/qasper-test-v0.3.json", read_qasper),
     "piqa": LMEvalTask("piqa/piqa.yaml", "eval/piqa/validation.jsonl", _read_piqa),
     "openbookqa": LMEvalTask("openbookqa/openbookqa.yaml", "eval/openbookqa/validation.jsonl", _read_openbookqa),
-    "blimp": LogProbabilityTask("eval/blimp", read_blimp, accuracy_by("field"), _DECODERS + _ENCODERS),
-    "blimp_paradigms": LogProbabilityTask("eval/blimp", read_blimp, accuracy_by("UID"), _DECODERS + _ENCODERS),
-    "bits_per_byte": LogProbabilityTask(None, read_documents, bits_per_byte, _DECODERS),
-    "next_item": ModelTask(
-        None, _lazy_function("next_item", "read_sequences"), _lazy_function("next_item", "next_item"), _DECODERS
-    ),
-    "retrieval": ModelTask(
-        None, _lazy_function("search_data", "read_searches"), _lazy_function("retrieval", "retrieval"), _ENCODERS
-    ),
-    "stsb": ModelTask("glue/STS-B/dev.tsv", read_similarities, _lazy_function("retrieval", "stsb"), _ENCODERS),
+    "blimp": OwnTask("eval/blimp", read_blimp, accuracy_by("field"), _DECODERS + _ENCODERS),
+    "blimp_paradigms": OwnTask("eval/blimp", read_blimp, accuracy_by("UID"), _DECODERS + _ENCODERS),
+    "bits_per_byte": OwnTask(None, read_documents, bits_per_byte, _DECODERS),
+    "next_item": OwnTask(None, _read_sequences, _lazy_function("next_item", "next_item"), _DECODERS, True),
+    "retrieval": OwnTask(None, _read_searches, _lazy_function("retrieval", "retrieval"), _ENCODERS, True),
+    "stsb": OwnTask("glue/STS-B/dev.tsv", read_similarities, _lazy_function("retrieval", "stsb"), _ENCODERS, True),
 }
 """By name. `cloze`: any jsonl of {"text"}, of which the last word is predicted, scored exactly as lambada_openai.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import exp, fsum, inf
 from pathlib import Path
@@ -47,18 +46,34 @@ class ScoredRow(NamedTuple):
     targets: tuple[int, ...]
 
 
-class TokenPredictor:
-    """Computes log-probabilities with a Hugging Face language model; `causal`: a token attends only to earlier ones."""
+class LanguageModel(ABC):
+    """A Hugging Face model with its tokenizer that scores texts: in fp32, on a GPU if there is one."""
 
-    def __init__(self, model: Any, *, causal: bool, batch_size: int | None = None) -> None:
+    causal: ClassVar[bool]
+    """Whether a token attends only to earlier ones."""
+
+    def __init__(self, folder: Path, batch_size: int | None = None) -> None:
         """batch_size: rows at once; None: as many as 8,192 tokens and 4 million logits allow (a GPU: 32 times that).
         Of a longer row the head is applied to a part at a time."""
-        self._model, self._causal, self._batch_size = model, causal, batch_size
-        factor = _GPU_BATCH_FACTOR if model.device.type == "cuda" else 1
+        self.tokenizer = load_tokenizer_folder(folder)
+        self.model = (load_causal if self.causal else load_masked)(folder)
+        self.model.to("cuda" if torch.cuda.is_available() else "cpu")
+        self._batch_size = batch_size
+        factor = _GPU_BATCH_FACTOR if self.model.device.type == "cuda" else 1
         self._max_tokens = factor * _MAX_BATCH_TOKENS
-        self._max_outputs = max(1, factor * _MAX_BATCH_LOGITS // model.config.vocab_size)
+        self._max_outputs = max(1, factor * _MAX_BATCH_LOGITS // self.model.config.vocab_size)
 
-    def log_probabilities(self, rows: Sequence[ScoredRow]) -> list[float]:
+    @abstractmethod
+    def build_rows(self, texts: Sequence[str]) -> list[list[ScoredRow]]:
+        """Returns the rows of each text; each of its tokens is predicted in exactly one."""
+
+    def log_probabilities(self, texts: Sequence[str]) -> list[float]:
+        """Returns the sum over its tokens, in nats, for each text."""
+        rows = self.build_rows(texts)
+        sums = iter(self.row_log_probabilities([row for text_rows in rows for row in text_rows]))
+        return [sum(next(sums) for _ in text_rows) for text_rows in rows]
+
+    def row_log_probabilities(self, rows: Sequence[ScoredRow]) -> list[float]:
         """Returns the sum over its targets, in nats, for each row. Equal rows are computed once."""
         sums: dict[ScoredRow, float] = {}
         for batch in self._batches(sorted(set(rows), key=lambda row: (len(row.ids), row))):
@@ -79,12 +94,12 @@ class TokenPredictor:
 
     def _output_keys(self, row: ScoredRow) -> list[Hashable]:
         """Returns a key for each position of a row: equal keys mean equal outputs."""
-        return [row.ids[: position + 1] if self._causal else (row.ids, position) for position in row.positions]
+        return [row.ids[: position + 1] if self.causal else (row.ids, position) for position in row.positions]
 
     @torch.inference_mode()
     def _sums(self, rows: Sequence[ScoredRow]) -> Tensor:
         """[B], fp64: sums of log-probabilities."""
-        longest, device = max(len(row.ids) for row in rows), self._model.device
+        longest, device = max(len(row.ids) for row in rows), self.model.device
         ids_BT = torch.tensor([row.ids + (0,) * (longest - len(row.ids)) for row in rows], device=device)
         lengths_B = torch.tensor([len(row.ids) for row in rows], device=device)
         outputs: dict[Hashable, tuple[int, int, int]] = {}  # an output's index, row and position
@@ -95,8 +110,13 @@ class TokenPredictor:
         row_P, output_P, target_P = torch.tensor(predictions, device=device).view(-1, 3).unbind(-1)
         _, row_O, position_O = torch.tensor(list(outputs.values()), device=device).view(-1, 3).unbind(-1)
         log_p_P = torch.empty(len(predictions), dtype=torch.float64, device=device)
+        inputs: dict[str, Any] = {"input_ids": ids_BT}
+        if self.causal:  # it needs no mask: padding comes last, and nothing attends to later tokens
+            inputs["use_cache"] = False
+        else:
+            inputs["attention_mask"] = torch.arange(longest, device=device) < lengths_B[:, None]
         first = 0
-        for logits_oV in self._logits(ids_BT, lengths_B, row_O, position_O):
+        for logits_oV in logits_at(self.model, row_O, position_O, self._max_outputs, **inputs):
             is_here_P = (output_P >= first) & (output_P < first + len(logits_oV))
             output_p, target_p = output_P[is_here_P] - first, target_P[is_here_P]
             total_o = torch.cat([part.float().logsumexp(-1) for part in logits_oV.split(_LOGSUMEXP_ROWS)])
@@ -104,44 +124,15 @@ class TokenPredictor:
             first += len(logits_oV)
         return torch.zeros(len(rows), dtype=torch.float64, device=device).index_add_(0, row_P, log_p_P)
 
-    def _logits(self, ids_BT: Tensor, lengths_B: Tensor, row_O: Tensor, position_O: Tensor) -> Iterator[Tensor]:
-        """Yields logits [o, V] in parts that memory holds; the head is applied only to those outputs."""
-        inputs: dict[str, Any] = {"use_cache": False} if self._causal else {}
-        if not self._causal:  # a causal model needs no mask: padding comes last, and nothing attends to later tokens
-            inputs["attention_mask"] = torch.arange(ids_BT.shape[1], device=ids_BT.device) < lengths_B[:, None]
-        return logits_at(self._model, row_O, position_O, self._max_outputs, input_ids=ids_BT, **inputs)
-
 
 # Log-probabilities of whole texts, by a decoder, or by an encoder as pseudo-log-likelihoods (each token masked in
 # turn).
 
 
-class LanguageModel(ABC):
-    """A Hugging Face model with its tokenizer that scores texts: in fp32, on a GPU if there is one."""
-
-    causal: ClassVar[bool]
-
-    def __init__(self, folder: Path, batch_size: int | None = None) -> None:
-        self.tokenizer = load_tokenizer_folder(folder)
-        self.model = (load_causal if self.causal else load_masked)(folder)
-        self.model.to("cuda" if torch.cuda.is_available() else "cpu")
-        self.predictor = TokenPredictor(self.model, causal=self.causal, batch_size=batch_size)
-
-    def log_probabilities(self, texts: Sequence[str]) -> list[float]:
-        """Returns the sum over its tokens, in nats, for each text."""
-        rows = self.build_rows(texts)
-        sums = iter(self.predictor.log_probabilities([row for text_rows in rows for row in text_rows]))
-        return [sum(next(sums) for _ in text_rows) for text_rows in rows]
-
-    @abstractmethod
-    def build_rows(self, texts: Sequence[str]) -> list[list[ScoredRow]]:
-        """Returns the rows of each text; each of its tokens is predicted in exactly one."""
-
-
 def open_language_model(folder: Path, batch_size: int | None = None) -> LanguageModel:
     """Loads the model in `folder`; CheckpointError if it lacks a head or a tokenizer.
 
-    batch_size: rows of tokens at once; None: `TokenPredictor` chooses.
+    batch_size: as in `LanguageModel`.
     """
     return (Encoder if is_encoder(folder) else Decoder)(folder, batch_size)
 
@@ -152,20 +143,18 @@ class Decoder(LanguageModel):
     causal = True
 
     def build_rows(self, texts: Sequence[str]) -> list[list[ScoredRow]]:
-        """Returns a row for each window of a text; as in lm-eval, windows are as long as the context."""
+        """Returns a row for each window of a text; as in lm-eval, windows are as long as the context, and the last one
+        overlaps the one before to fill it."""
         encoded = self.tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
-        return [list(self._windows(ids)) for ids in encoded]
-
-    def _windows(self, ids: Sequence[int]) -> Iterator[ScoredRow]:
-        """Yields windows of a text; the last one overlaps the one before to fill the context."""
-        tokens, context = (start_token_id(self.tokenizer), *ids), context_length(self.model)
-        for start, end in pairwise([*range(0, len(ids), context), len(ids)]):
-            window_start = max(0, end - context)
-            yield ScoredRow(
-                tokens[window_start:end],
-                tuple(range(start - window_start, end - window_start)),
-                tokens[start + 1 : end + 1],
-            )
+        rows, context = list[list[ScoredRow]](), context_length(self.model)
+        for ids in encoded:
+            tokens = (start_token_id(self.tokenizer), *ids)
+            rows.append([])
+            for start, end in pairwise([*range(0, len(ids), context), len(ids)]):
+                first = max(0, end - context)
+                positions = tuple(range(start - first, end - first))
+                rows[-1].append(ScoredRow(tokens[first:end], positions, tokens[start + 1 : end + 1]))
+        return rows
 
 
 class Encoder(LanguageModel):
@@ -249,24 +238,12 @@ def start_token_id(tokenizer: Any) -> int:
 # Pseudo-perplexity of an encoder (Salazar et al. 2020, arXiv 1910.14659): each token predicted from all others.
 
 
-@dataclass(frozen=True)
-class PseudoPerplexity:
-    """How well the tokens of texts are predicted, each from the rest of its text."""
-
-    tokens: int
-    loss: float
-    """Mean negative log-probability of a token in nats."""
-
-    def perplexity(self) -> float:
-        """exp(loss); not comparable with a decoder's, whose tokens see only what came before."""
-        return exp(self.loss)
-
-
 def pseudo_perplexity(
     model_dir: Path, texts: Sequence[str], *, max_length: int = 128, batch_size: int = 64
-) -> PseudoPerplexity:
-    """Scores every token of `texts` with the masked language model in `model_dir`; each text is truncated to
-    `max_length` tokens, and to the model's context.
+) -> tuple[int, float]:
+    """(tokens, exp of their mean negative log-probability) by the masked language model in `model_dir`; each text is
+    truncated to `max_length` tokens, and to the model's context. Not comparable with a decoder's perplexity, whose
+    tokens see only what came before.
 
     Cost: a forward pass over a text for each of its tokens. Raises CheckpointError for a folder without a masked
     language model or a tokenizer with [CLS], [SEP] and [MASK], DataError for texts without a token.
@@ -277,8 +254,8 @@ def pseudo_perplexity(
     rows = [row for text_rows in rows_by_text for row in text_rows]
     if not rows:
         raise DataError("The texts must hold tokens to predict, but hold none.")
-    nats = encoder.predictor.log_probabilities(rows)
-    return PseudoPerplexity(len(rows), -fsum(nats) / len(rows))
+    nats = encoder.row_log_probabilities(rows)
+    return len(rows), exp(-fsum(nats) / len(rows))
 
 
 # Text after a prompt, by a decoder.

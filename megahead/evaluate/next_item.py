@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -187,23 +186,12 @@ _COMPARED_SEQUENCES = 16
 _LARGEST_ERROR = 1e-4
 
 
-@dataclass(frozen=True)
-class VectorsReport:
-    """Facts about written vectors."""
-
-    num_items: int
-    num_sequences: int
-    size: int
-    """Features of a vector: D, and one for the items' biases if the head has them."""
-
-    largest_error: float
-    """Largest difference of a product and the model's own score, relative to the largest score."""
-
-
 def write_vectors(
     model: Path, output: Path, sequences: Sequence[Array], vocabulary: ItemVocabulary | None = None
-) -> VectorsReport:
+) -> tuple[Sequence[int], Sequence[int], float]:
     """Writes the vectors of all items and the context vectors of `sequences` (ids without the end id, [length] each).
+    Returns the shapes of both, and the largest difference of a product and the model's own score, relative to the
+    largest score.
 
     `output` gets `vectors.safetensors` with `items` [N, D] and `contexts` [U, D] in float32, both also as .npy, and
     `keys.json`, the keys of the items in the order of their vectors. The product of a context and an item is the score
@@ -227,7 +215,7 @@ def write_vectors(
         for name, tensor in tensors.items():
             np.save(folder / f"{name}.npy", tensor.numpy())
         (folder / "keys.json").write_text(json.dumps(vocabulary.keys.to_pylist()), encoding="utf-8")
-    return VectorsReport(len(vocabulary) - 1, len(contexts_UD), vectors_ND.shape[1], error)
+    return tensors["items"].shape, tensors["contexts"].shape, error
 
 
 def require_same_items(model: Path, sequences: Path) -> None:

@@ -97,14 +97,18 @@ class ValidationSet:
         bias = None if bias_V is None else bias_V.to(device)
         for ranges in self._requests():
             batches = tuple(self._reader.read(rows or range(1)).to(device) for rows in ranges)
-            scores = score(EvaluationRequest(batches, bias))
-            *target_sums, auxiliary = scores
+            *target_sums, auxiliary = score(EvaluationRequest(batches, bias))
             names = list(auxiliary)
             values = torch.tensor([*target_sums, *auxiliary.values()], dtype=torch.float64)
             totals = totals + (values if ranges[0] else torch.zeros_like(values))
         loss, correct, targets, weight, *sums = self._group.all_reduce_(totals).tolist()
-        auxiliary = dict(zip(names, sums, strict=True))
-        return self._result(EvaluationSums(loss, correct, max(targets, 1), max(weight, 1.0), auxiliary))
+        loss, info, bits = loss / max(weight, 1.0), self._samples.dataset.info, None
+        predicted = None if info is None else self._collator.num_predicted_tokens(info)
+        if info and info.text_bytes and predicted is not None:  # bytes a token of the whole dataset: an average
+            bits = loss / log(2) / (info.text_bytes / max(predicted, 1))
+        means = self._auxiliary.means(dict(zip(names, sums, strict=True))) if self._auxiliary and names else None
+        accuracy, bound = correct / max(targets, 1), self._collator.loss_is_upper_bound
+        return ValidationResult(loss, exp(min(loss, 700.0)), accuracy, bits, bound, means)
 
     def _requests(self) -> Iterator[list[range]]:
         """Yields for each pass the rows of this rank's micro-batches, equally many on all ranks. The last pass has the
@@ -115,22 +119,6 @@ class ValidationSet:
         for first_rows in [*passes, *([[self._rows - num_left]] if num_left else [])]:
             starts = [first + self._group.rank * self._micro_size for first in first_rows]
             yield [range(start, min(start + self._micro_size, self._rows)) for start in starts]
-
-    def _result(self, sums: EvaluationSums) -> ValidationResult:
-        loss, bytes_per_token = sums.loss / sums.weight, self._bytes_per_token()
-        bits = None if bytes_per_token is None else loss / log(2) / bytes_per_token
-        means = self._auxiliary.means(sums.auxiliary) if self._auxiliary and sums.auxiliary else None
-        accuracy, bound = sums.correct / sums.targets, self._collator.loss_is_upper_bound
-        return ValidationResult(loss, exp(min(loss, 700.0)), accuracy, bits, bound, means)
-
-    def _bytes_per_token(self) -> float | None:
-        """Bytes of text for each token that counts in the loss; None if unknown, or if only masked tokens count.
-
-        The whole dataset's average: exact only if all of it was read.
-        """
-        info = self._samples.dataset.info
-        predicted = None if info is None else self._collator.num_predicted_tokens(info)
-        return info.text_bytes / max(predicted, 1) if info and info.text_bytes and predicted is not None else None
 
 
 # The held-out dataset of a trained model, in rows of the run's sequence length.

@@ -53,8 +53,7 @@ _START = b'{\n  "results": ['
 def fingerprint_model(folder: Path) -> str:
     """Returns a fingerprint of a model's weights and settings, see `fingerprint_files`. Results that are stored beside
     them do not count."""
-    patterns = ("*.safetensors", "*.bin", "*.json")
-    files = sorted(path for pattern in patterns for path in folder.glob(pattern))
+    files = sorted(path for pattern in ("*.safetensors", "*.bin", "*.json") for path in folder.glob(pattern))
     return fingerprint_files([path for path in files if not _begins(path, _START)])
 
 

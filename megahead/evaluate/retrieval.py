@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,7 @@ from torch.nn import functional as F
 
 from megahead.data.records import Selection
 from megahead.data.sources import Input, read_chunks, total_bytes
-from megahead.data.writer import NO_PROGRESS, ByteProgress
+from megahead.data.writer import NO_PROGRESS, ProgressBar
 from megahead.errors import CheckpointError, DataError, FieldError
 from megahead.evaluate.harness_tasks import read_articles, read_similarities
 from megahead.evaluate.language_models import special_ids
@@ -248,18 +247,6 @@ _GROUP_TEXTS = 1024
 """Texts that are sorted by length together."""
 
 
-@dataclass(frozen=True)
-class TextVectorsReport:
-    """Facts about written vectors."""
-
-    num_texts: int
-    size: int
-    pooling: PoolingName
-    num_truncated: int
-    max_tokens: int
-    """Of a text, [CLS] and [SEP] included; what follows was truncated."""
-
-
 def write_text_vectors(
     model: Path,
     inputs: Sequence[Input],
@@ -269,9 +256,10 @@ def write_text_vectors(
     *,
     pooling: PoolingName | None = None,
     batch_size: int | None = None,
-    progress: ByteProgress = NO_PROGRESS,
-) -> TextVectorsReport:
+    progress: ProgressBar = NO_PROGRESS,
+) -> tuple[TextEncoder, PoolingName]:
     """Writes `output` as .npy: float32 [N, D], the vectors of the texts of `inputs` in their order, of length 1.
+    Returns the encoder, which has counted truncated texts, and the pooling.
 
     model: a Hugging Face folder, or a run or checkpoint, which is exported first. selection: which records of the
     inputs, and which of their keys. num_texts: N, by `count_texts`. pooling: None reads it from a folder of
@@ -298,10 +286,10 @@ def write_text_vectors(
         file.publish()
     finally:
         file.discard()
-    return TextVectorsReport(num_texts, encoder.size, pooling, encoder.num_truncated, max_tokens)
+    return encoder, pooling
 
 
-def count_texts(inputs: Sequence[Input], selection: Selection, progress: ByteProgress) -> int:
+def count_texts(inputs: Sequence[Input], selection: Selection, progress: ProgressBar) -> int:
     """Returns the number of texts; DataError if there is none, or one is empty or cannot be read."""
     num_texts = sum(len(texts) for texts in _groups(inputs, selection, progress))
     if not num_texts:
@@ -309,7 +297,7 @@ def count_texts(inputs: Sequence[Input], selection: Selection, progress: BytePro
     return num_texts
 
 
-def _groups(inputs: Sequence[Input], selection: Selection, progress: ByteProgress) -> Iterator[list[str]]:
+def _groups(inputs: Sequence[Input], selection: Selection, progress: ProgressBar) -> Iterator[list[str]]:
     """Yields consecutive texts, up to 1,024 at once."""
     progress.start(total_bytes(inputs))
     for chunk in read_chunks(inputs, selection):

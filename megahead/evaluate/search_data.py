@@ -89,29 +89,21 @@ def read_tuning_data(path: Path) -> tuple[list[Example], SearchData]:
     """
     if path.is_dir():
         return read_search_data(path, ("train",)).pairs(), read_search_data(path, ("dev", "test"))
-    pairs = read_pairs(path)
-    held_out = _held_out_queries(pairs)
+    pairs, held_out, num_queries = read_pairs(path), set[str](), 0
+    for queries_of_group in _group_queries(pairs):  # held out if at most a tenth of the queries so far are then
+        num_queries += len(queries_of_group)
+        if len(held_out) + len(queries_of_group) <= num_queries // _HELD_OUT_EVERY:
+            held_out |= queries_of_group
     if not held_out:
         rule = f"hold pairs of at least {_HELD_OUT_EVERY} queries, of which one is held out with its answers"
-        queries = len({pair.first_text for pair in pairs})
-        raise DataError(f"`{path}` must {rule}, but has {queries}, or too many with an equal answer; add pairs.")
+        raise DataError(f"`{path}` must {rule}, but has {num_queries}, or too many with an equal answer; add pairs.")
     train = _judge_pairs([pair for pair in pairs if pair.first_text not in held_out])
     return train.pairs(), _judge_pairs([pair for pair in pairs if pair.first_text in held_out])
 
 
-def _held_out_queries(pairs: Sequence[Example]) -> set[str]:
-    """At most a tenth of the queries. Goes through the groups of `_group_queries` in order, and holds a group out if at
-    most a tenth of all queries up to and including it are held out then."""
-    held_out, num_queries = set[str](), 0
-    for queries in _group_queries(pairs):
-        num_queries += len(queries)
-        if len(held_out) + len(queries) <= num_queries // _HELD_OUT_EVERY:
-            held_out |= queries
-    return held_out
-
-
 def _group_queries(pairs: Sequence[Example]) -> Iterable[set[str]]:
-    """Groups of queries that share answers, directly or through other queries, in the order of their first pairs."""
+    """Groups of queries that share answers, directly or through other queries, in the order of their first pairs; every
+    query is in one."""
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import connected_components
 

@@ -68,7 +68,9 @@ TIME_UNITS = ((86400 * 2, 86400, "days"), (7200, 3600, "hours"), (120, 60, "minu
 
 def draw_curves(runs: Sequence[RunMetrics]) -> Figure:
     """The figure of all `runs` (1980 x 1200 pixels), one colour per run."""
-    panels, (unit, unit_name) = {panel.key: panel for panel in (*HELD_OUT, *TRAINING)}, _time_unit(runs)
+    panels = {panel.key: panel for panel in (*HELD_OUT, *TRAINING)}
+    longest = max(record["seconds"] for run in runs for record in (*run.training, *run.validation))
+    unit, unit_name = next((size, name) for least, size, name in TIME_UNITS if longest >= least)
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(13.2, 8.0))
         figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.1, wspace=0.02, hspace=0.02)
@@ -108,7 +110,7 @@ def _label_axes(axes: Axes, panel: Panel, time_unit: str | None) -> None:
     if panel.log_scale:
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_major_formatter(FuncFormatter(_format_tick))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
     elif panel.from_zero:
         axes.yaxis.set_major_formatter(FuncFormatter(_format_count))
@@ -133,18 +135,8 @@ def _last_perplexity(run: RunMetrics) -> str:
     return "" if perplexity is None else f"  ·  perplexity {bound}{_format_value(perplexity)}"
 
 
-def _time_unit(runs: Sequence[RunMetrics]) -> tuple[float, str]:
-    """(seconds, name) of the unit of the time axes."""
-    longest = max(record["seconds"] for run in runs for record in (*run.training, *run.validation))
-    return next((float(size), name) for least, size, name in TIME_UNITS if longest >= least)
-
-
 def _format_value(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
-
-
-def _format_tick(value: float, _position: int) -> str:
-    return f"{value:,.0f}" if value >= 1 else f"{value:g}"
 
 
 def _format_count(value: float, _position: int) -> str:
@@ -212,13 +204,8 @@ def logged_task_scores(run: RunMetrics) -> list[TaskPoint]:
     ]
 
 
-class TrainingProgress(NamedTuple):
-    """Where a checkpoint stands on the curve of its run."""
-
-    run: str
-    tokens: int
-    hours: float | None
-    """None if the run's log is not known."""
+TrainingProgress = tuple[str, int, float | None]
+"""Where a checkpoint stands on the curve of its run: the run, its tokens, and its hours, None without the run's log."""
 
 
 def checkpoint_progress(folders: Mapping[Path, Path]) -> dict[Path, TrainingProgress]:
@@ -226,11 +213,11 @@ def checkpoint_progress(folders: Mapping[Path, Path]) -> dict[Path, TrainingProg
     no known log; CheckpointError for one that megahead did not export."""
     origins = {model: read_origin(folder) for model, folder in folders.items()}
     names, read_log = run_names(origins, folders), cache(_read_log)
-    progress = {}
+    progress: dict[Path, TrainingProgress] = {}
     for name, (model, origin) in zip(names, origins.items(), strict=True):
         log = read_log(RunFolder.of(model)) if folders[model] != model else ()
         hours = (record["seconds"] / 3600 for record in log if record["tokens"] <= origin.tokens)
-        progress[model] = TrainingProgress(name, origin.tokens, max(hours, default=None))
+        progress[model] = name, origin.tokens, max(hours, default=None)
     return progress
 
 
@@ -272,7 +259,11 @@ def draw_task_curves(
         grid: Any = list(figure.subplots(num_rows, num_columns, squeeze=False).flat)
         handles: dict[str, Any] = {}
         for axes, (task, x_axis) in zip(grid, panels, strict=False):
-            _label_panel(axes, task, x_axis)
+            axes.set_title("  ·  ".join(task))
+            axes.set_xlabel(x_axis)
+            axes.tick_params(which="both", length=0)
+            if task[1] == "perplexity":
+                axes.set_yscale("log")
             handles |= _draw_lines(axes, [point for point in points if point[2:4] == task], x_axis, colors)
             if random_scores and task in random_scores:
                 handles["random weights"] = axes.axhline(random_scores[task], **_RANDOM_WEIGHTS)
@@ -280,14 +271,6 @@ def draw_task_curves(
             axes.set_axis_off()
         figure.legend([*handles.values()], [*handles], loc="outside upper left", ncols=4)
         return figure
-
-
-def _label_panel(axes: Axes, task: tuple[str, str], x_axis: str) -> None:
-    axes.set_title("  ·  ".join(task))
-    axes.set_xlabel(x_axis)
-    axes.tick_params(which="both", length=0)
-    if task[1] == "perplexity":
-        axes.set_yscale("log")
 
 
 def _draw_lines(axes: Axes, points: Sequence[TaskPoint], x_axis: str, colors: Mapping[str, str]) -> dict[str, Any]:

@@ -25,6 +25,8 @@ def render_page(runs: Sequence[Run]) -> str:
     pairs = zip(runs, events, strict=True)
     run_data = [{"name": run.name, "events": [vars(event) for event in run_events]} for run, run_events in pairs]
     settings = [dict(_flatten_config(run.config)) for run in runs]
+    paths = dict.fromkeys(path for run_settings in settings for path in run_settings)
+    differing = [path for path in paths if len({run_settings.get(path, "") for run_settings in settings}) > 1]
     folder = Path(__file__).parent / "template"
     loader = FileSystemLoader(folder)
     templates = Environment(loader=loader, autoescape=True, trim_blocks=True, undefined=StrictUndefined)
@@ -36,7 +38,7 @@ def render_page(runs: Sequence[Run]) -> str:
         panels=panels,
         events=events,
         settings=settings,
-        differing_settings=_differing_settings(settings),
+        differing_settings=[path for path in differing if path not in ("name", "output_dir")],
         sections=[_by_section(run_settings) for run_settings in settings],
         data=json.dumps({"panels": panels, "runs": run_data}, allow_nan=False).replace("<", "\\u003c"),
         **{suffix: (folder / f"page.{suffix}").read_text(encoding="utf-8") for suffix in ("css", "js")},
@@ -133,12 +135,6 @@ def _flatten_config(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple
             yield from _flatten_config(value, f"{prefix}{key}.")
         elif value is not None:
             yield f"{prefix}{key}", str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _differing_settings(settings: Sequence[Mapping[str, str]]) -> list[str]:
-    """The paths of settings in which the runs differ."""
-    paths = dict.fromkeys(path for run in settings for path in run if path not in ("name", "output_dir"))
-    return [path for path in paths if len({run.get(path, "") for run in settings}) > 1]
 
 
 def _by_section(settings: Mapping[str, str]) -> dict[str, dict[str, str]]:

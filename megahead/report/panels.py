@@ -95,7 +95,8 @@ def build_panels(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """The panels for which any run has values, in the order of the page; every number is finite or None."""
     panel_records = [(panel, [run.metrics.validation for run in runs]) for panel in HELD_OUT]
     panel_records += [(panel, [run.metrics.training for run in runs]) for panel in (*TRAINING, *_custom_panels(runs))]
-    panel_records += [(panel, [_score_records(run, panel.key) for run in runs]) for panel in _task_panels(runs)]
+    task_records: list[Sequence[Record]] = [[*map(_flatten_scores, run.metrics.tasks)] for run in runs]
+    panel_records += [(panel, task_records) for panel in _task_panels(task_records)]
     panel_records += [(panel, [run.geometry for run in runs]) for panel in GEOMETRY]
     panels = []
     for panel, records_by_run in panel_records:
@@ -136,19 +137,13 @@ def _custom_panels(runs: Sequence[Run]) -> Iterator[Panel]:
             yield Panel(key, f"Auxiliary: {key.removeprefix(prefix)}", "of an objective of one's own")
 
 
-def _task_panels(runs: Sequence[Run]) -> Iterator[Panel]:
+def _task_panels(runs: Sequence[Sequence[Record]]) -> Iterator[Panel]:
     """A panel for each metric of each task that any run evaluated during training."""
-    for key in dict.fromkeys(key for run in runs for record in run.metrics.tasks for key in _flatten_scores(record)):
+    for key in dict.fromkeys(key for records in runs for record in records for key in record if key not in X_AXES):
         yield Panel(key, key.replace("/", "  ·  "), log_scale=key.endswith("perplexity"), dots=True)
 
 
-def _score_records(run: Run, key: str) -> list[Record]:
-    """One record per evaluation of tasks: the x axes and the score `key`."""
-    tasks = run.metrics.tasks
-    return [{**{name: record[name] for name in X_AXES}, key: _flatten_scores(record).get(key)} for record in tasks]
-
-
-def _flatten_scores(record: Record) -> dict[str, float]:
-    """{"TASK/METRIC": value}"""
-    tasks = record["tasks"].items()
-    return {f"{task}/{metric}": score["value"] for task, metrics in tasks for metric, score in metrics.items()}
+def _flatten_scores(record: Record) -> Record:
+    """The x axes of an evaluation of tasks, and its scores by "TASK/METRIC"."""
+    tasks, axes = record["tasks"].items(), {name: record[name] for name in X_AXES}
+    return axes | {f"{task}/{metric}": score["value"] for task, metrics in tasks for metric, score in metrics.items()}

@@ -10,24 +10,22 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from megahead.data.records import Selection
-from megahead.data.sources import find_inputs, read_chunks, split_text_lines
+from megahead.data.records import LineSelection, Selection
+from megahead.data.sources import find_inputs, read_chunks
 from megahead.errors import DataError
 
 TEXTS = ["A cat had tea.\nThen it slept.", "Zwei Katzen: größer", "", "three"]
 
 
-def texts_of(path: Path) -> list[str]:
-    return [text for chunk in read_chunks(find_inputs(path), Selection()) for text in chunk.parse().require_texts()]
+def texts_of(path: Path, selection: Selection = Selection()) -> list[str]:  # noqa: B008 # frozen
+    return [text for chunk in read_chunks(find_inputs(path), selection) for text in chunk.parse().require_texts()]
 
 
 def test_lines_may_be_the_texts_of_an_archive_too(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "texts.zip", "w") as archive:
         archive.writestr("a.txt", "one\ntwo\n")
         archive.writestr("b.jsonl", json.dumps({"text": "three"}))
-    inputs = split_text_lines(find_inputs(tmp_path / "texts.zip"))
-    texts = [text for chunk in read_chunks(inputs, Selection()) for text in chunk.parse().require_texts()]
-    assert texts == ["one", "two", "three"]
+    assert texts_of(tmp_path / "texts.zip", LineSelection()) == ["one", "two", "three"]
 
 
 @pytest.fixture

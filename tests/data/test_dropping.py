@@ -16,7 +16,7 @@ from megahead.config.run import RunConfig
 from megahead.data.batch import Batch, EncoderRowBuilder
 from megahead.data.indexed import IndexedDataset
 from megahead.data.loader import training_collator
-from megahead.data.masking import MaskingCollator, TokenDropping, TokenSubsets
+from megahead.data.masking import MaskingCollator, TokenSubsets
 from megahead.data.strategies import STRATEGIES, Hardest, Uniform
 from megahead.data.strategy import Strategy, TargetErrorCounts, WeightedIds
 from megahead.data.writer import IndexedDatasetWriter
@@ -32,8 +32,7 @@ def collator(importance: Strategy, keep_share: float = 0.5, **settings: Any) -> 
     asked = DroppingConfig(from_layer=1, keep_share=keep_share)
     config = MaskingConfig(cls_token=CLS, sep_token=SEP, mask_token=MASK, dropping=asked, **settings)
     row_builder = EncoderRowBuilder(config, SEP, False)
-    dropping = TokenDropping(row_builder, asked.layers(MODEL), asked.keep_share, importance)
-    subsets = TokenSubsets(MASK, dropping=dropping)
+    subsets = TokenSubsets(row_builder, MODEL, importance)
     return MaskingCollator(row_builder, Uniform(), V, seed=5, samples_per_step=SAMPLES, steps=1000, subsets=subsets)
 
 
@@ -142,8 +141,7 @@ def test_a_run_keeps_what_it_asks_for(tmp_path: Path, by: str) -> None:
     dataset = IndexedDataset(tmp_path / "text")
     made = training_collator(run_config(by), [dataset], TargetErrorCounts(V, 5, 4))
     assert isinstance(made, MaskingCollator)
-    assert made.subsets.dropping is not None
-    assert isinstance(made.subsets.dropping.importance, {"hardest": Hardest}.get(by, WeightedIds))
+    assert isinstance(made.subsets.importance, {"hardest": Hardest}.get(by, WeightedIds))
     assert (kept(made.batch(texts(4), range(4))).sum(1) == 32).all()
     assert by in STRATEGIES
     (tmp_path / "text.json").unlink()

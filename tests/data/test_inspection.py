@@ -21,7 +21,7 @@ def test_counts_with_and_without_a_description(write_dataset: Callable[..., Path
     for inspection in (noted, counted):
         assert inspection.used_ids.tolist() == [0, 5, 7]
         assert inspection.counts[[0, 5, 7]].tolist() == [2, 2, 1]
-        assert inspection.end_token_share(0) == 0.4
+        assert dict(inspection.facts(end_token=0))["end tokens"] == "40.0000% of the tokens (id 0)"
     assert (noted.verified, counted.verified) == (True, False)
     facts = dict(noted.facts(end_token=0))
     assert facts["tokens"] == "5 (uint16)"

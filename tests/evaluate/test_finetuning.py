@@ -16,13 +16,11 @@ from transformers import Trainer, TrainingArguments
 from megahead.errors import CheckpointError, UserError
 from megahead.evaluate import finetuning
 from megahead.evaluate.finetuning import (
-    Classifier,
     EpochScores,
     ExampleEncoder,
     FineTuningRun,
     InitialModel,
     collate,
-    fine_tune,
 )
 from megahead.evaluate.finetuning_comparison import Comparison, FineTuningResult, FineTuningResults, summarize
 from megahead.evaluate.glue_tasks import TASKS, Example, TaskData, paper_settings
@@ -42,7 +40,7 @@ def same_word(rows: int = 160, task: str = "glue/rte") -> TaskData:
     return TaskData(task, TASKS[task], examples, {"rte": examples[:20]}, trains_on_dev=False)
 
 
-def test_one_batch_an_epoch_equals_the_trainer_of_transformers(tmp_path: Path) -> None:
+def test_one_batch_an_epoch_equals_the_trainer_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without dropout and with all rows in a batch nothing is drawn: the weights must be the same."""
     folder, data = save_small_encoder(tmp_path / "model", dropout=0.0), same_word(12)
     settings = replace(SETTINGS, loss="regular", weight_decay=0.1, batch_size=12, epochs=4, warmup=0.0)
@@ -50,7 +48,10 @@ def test_one_batch_an_epoch_equals_the_trainer_of_transformers(tmp_path: Path) -
     encoded = ExampleEncoder(tokenizer, settings.max_length).encode(data.train)
     torch.manual_seed(3)
     ours = load_classifier(folder, 2, tokenizer.pad_token_id)
-    list(fine_tune(Classifier(ours, data.task), encoded, {}, settings, seed=0))
+    with monkeypatch.context() as patched:
+        patched.setattr(finetuning, "load_classifier", lambda *_, **__: ours)
+        unscored = replace(data, evaluation_sets={})
+        list(FineTuningRun(InitialModel("small", folder), unscored, settings).run(0))
 
     def collated(rows: list[Any]) -> dict[str, torch.Tensor]:
         labels = torch.tensor([int(row.label) for row in rows])
@@ -73,7 +74,7 @@ def test_one_batch_an_epoch_equals_the_trainer_of_transformers(tmp_path: Path) -
     )
     Trainer(theirs, arguments, data_collator=collated, train_dataset=encoded).train()
     for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(mine, other, rtol=0, atol=2e-5, msg=name)
+        torch.testing.assert_close(mine.cpu(), other, rtol=0, atol=2e-5, msg=name)
 
 
 def test_the_rate_rises_over_its_share_of_all_steps_and_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

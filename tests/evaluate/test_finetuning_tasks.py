@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megahead.errors import DataError, FieldError
-from megahead.evaluate.glue_tasks import TASKS, DataSource, Example, expand_task_names, load_task
+from megahead.evaluate.glue_tasks import TASKS, Example, expand_task_names, has_task, load_task
 
 CB = {"premise": "It rained.", "hypothesis": "It was wet.", "label": "contradiction", "idx": 0}
 COPA = {"premise": "I ran.", "choice1": "I was late.", "choice2": "I sat.", "question": "cause", "label": 1}
@@ -28,7 +28,7 @@ def put_lines(data: Path, folder: str, *rows: dict[str, Any]) -> None:
 
 
 def test_examples_of_every_form(tmp_path: Path) -> None:
-    sources = DataSource(tmp_path)
+    sources = tmp_path
     put(tmp_path, "glue/CoLA/train.tsv", "gj04\t1\t\tThe sailors rode.\ngj04\t0\t*\tRode the.\n")
     put(tmp_path, "glue/CoLA/dev.tsv", 'gj04\t1\t\tHe said "yes.\r\n')
     put(tmp_path, "glue/MRPC/train.tsv", "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\n1\t7\t8\tOne \tTwo\n")
@@ -57,7 +57,7 @@ def test_both_dev_sets_of_mnli_are_one(tmp_path: Path) -> None:
     header = "index\tsentence1\tsentence2\tlabel1\tgold_label\n"
     for split, label in (("train", "neutral"), ("dev_matched", "entailment"), ("dev_mismatched", "contradiction")):
         put(tmp_path, f"glue/MNLI/{split}.tsv", f"{header}0\tOf {split}\tB\t-\t{label}\n")
-    data = load_task("glue/mnli", DataSource(tmp_path))
+    data = load_task("glue/mnli", tmp_path)
     assert [example.first_text for example in data.train] == ["Of train"]
     (rows,) = data.evaluation_sets.values()
     assert [(example.first_text, TASKS["glue/mnli"].labels[int(example.label)]) for example in rows] == [
@@ -65,7 +65,7 @@ def test_both_dev_sets_of_mnli_are_one(tmp_path: Path) -> None:
         ("Of dev_mismatched", "contradiction"),
     ]
     (tmp_path / "glue/MNLI/dev_mismatched.tsv").unlink()
-    assert not DataSource(tmp_path).has_task("glue/mnli")
+    assert not has_task(tmp_path, "glue/mnli")
 
 
 def test_words_in_context_in_their_first_form_where_the_other_lacks_training(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_words_in_context_in_their_first_form_where_the_other_lacks_training(tmp
     for split in ("train", "dev"):
         put(tmp_path, f"superglue/WiC/{split}/{split}.data.txt", "go\tV\t0-0\tGo !\tThey go .\n")
         put(tmp_path, f"superglue/WiC/{split}/{split}.gold.txt", "T\n")
-    data = load_task("superglue/wic", DataSource(tmp_path))
+    data = load_task("superglue/wic", tmp_path)
     assert data.train == data.evaluation_sets["wic"] == [Example("go: Go !", ("They go .",), 1)]
 
 
@@ -83,7 +83,7 @@ def test_halves_of_xnli_share_no_premise_and_are_the_same_rows_in_all_languages(
     for language in ("en", "fr"):
         rows = [f"{language} {k // 3}\t{language} {k}\t{labels[k % 3]}\n" for k in range(12)]
         put(tmp_path, f"xnli/dev-{language}.tsv", "".join(rows))
-    data = load_task("xnli/fr", DataSource(tmp_path))
+    data = load_task("xnli/fr", tmp_path)
     assert data.trains_on_dev
     assert list(data.evaluation_sets) == ["fr", "en"]
     assert not {example.first_text for example in data.train} & {
@@ -93,13 +93,13 @@ def test_halves_of_xnli_share_no_premise_and_are_the_same_rows_in_all_languages(
     assert [e.second_texts[0] for e in data.evaluation_sets["en"]] == ["en 3", "en 4", "en 5", "en 9", "en 10", "en 11"]
     assert [e.label for e in data.train] == [1, 2, 0, 1, 2, 0]
     put(tmp_path, "xnli/multinli.train.fr.tsv", "premise\thypo\tlabel\nA\tB\tcontradictory\n")
-    whole = load_task("xnli/fr", DataSource(tmp_path), languages=["fr"])
+    whole = load_task("xnli/fr", tmp_path, languages=["fr"])
     assert (whole.trains_on_dev, whole.train, list(whole.evaluation_sets)) == (False, [Example("A", ("B",), 2)], ["fr"])
     assert len(whole.evaluation_sets["fr"]) == 12
     put(tmp_path, "xnli/multinli.train.en.tsv", "not as published, and not read\n")
-    assert list(load_task("xnli/fr", DataSource(tmp_path)).evaluation_sets) == ["fr", "en"]
+    assert list(load_task("xnli/fr", tmp_path).evaluation_sets) == ["fr", "en"]
     (tmp_path / "xnli/multinli.train.en.tsv").unlink()
-    languages = {name: load_task(f"xnli/{name}", DataSource(tmp_path)) for name in ("fr", "en")}
+    languages = {name: load_task(f"xnli/{name}", tmp_path) for name in ("fr", "en")}
     assert {name: len([*rows]) for name, rows in languages["fr"].evaluation_sets.items()} == {"fr": 12, "en": 12}
     premises = {example.first_text[3:] for example in languages["en"].train}
     assert languages["en"].trains_on_dev
@@ -108,12 +108,12 @@ def test_halves_of_xnli_share_no_premise_and_are_the_same_rows_in_all_languages(
 
 def test_fewer_rows_are_the_same_ones_every_time(tmp_path: Path) -> None:
     put_lines(tmp_path, "CB", *({**CB, "premise": str(k)} for k in range(50)))
-    first, again = (load_task("superglue/cb", DataSource(tmp_path), max_train_rows=10) for _ in range(2))
+    first, again = (load_task("superglue/cb", tmp_path, max_train_rows=10) for _ in range(2))
     assert first.train == again.train
     assert first.fingerprint == again.fingerprint
     assert len({example.first_text for example in first.train}) == 10
     assert len(first.evaluation_sets["cb"]) == 50
-    assert first.fingerprint != load_task("superglue/cb", DataSource(tmp_path), max_train_rows=11).fingerprint
+    assert first.fingerprint != load_task("superglue/cb", tmp_path, max_train_rows=11).fingerprint
 
 
 def test_the_hub_gives_the_same_examples_as_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,8 +125,8 @@ def test_the_hub_gives_the_same_examples_as_files(tmp_path: Path, monkeypatch: p
     for name in ("t", "v"):
         put(tmp_path, f"hub/aps/super_glue/{name}.jsonl", f"{row}\n")
     monkeypatch.chdir(tmp_path / "hub")
-    from_hub = load_task("superglue/cb", DataSource(None))
-    assert from_hub == load_task("superglue/cb", DataSource(tmp_path))
+    from_hub = load_task("superglue/cb", None)
+    assert from_hub == load_task("superglue/cb", tmp_path)
 
 
 def test_lines_that_lack_columns_are_left_out_and_counted(tmp_path: Path) -> None:
@@ -135,11 +135,11 @@ def test_lines_that_lack_columns_are_left_out_and_counted(tmp_path: Path) -> Non
     broken = "4\t5\t6\tWhy not\nat all?\tWhy?\t0\n"
     put(tmp_path, "glue/QQP/train.tsv", header + row.format("me") + broken + row.format("you") + row.format("us"))
     put(tmp_path, "glue/QQP/dev.tsv", header + row.format("now"))
-    data = load_task("glue/qqp", DataSource(tmp_path))
+    data = load_task("glue/qqp", tmp_path)
     assert [example.first_text for example in data.train] == ["Why me?", "Why you?", "Why us?"]
     assert (data.num_skipped, len(data.evaluation_sets["qqp"])) == (2, 1)
     put(tmp_path, "glue/QQP/dev.tsv", header + row.format("now") * 2 + "7\t8\n")
-    assert load_task("glue/qqp", DataSource(tmp_path)).num_skipped == 3
+    assert load_task("glue/qqp", tmp_path).num_skipped == 3
 
 
 @pytest.mark.parametrize(
@@ -203,25 +203,25 @@ def test_lines_that_lack_columns_are_left_out_and_counted(tmp_path: Path) -> Non
 def test_files_of_another_form_are_reported(tmp_path: Path, name: str, file: str, content: str, sentence: str) -> None:
     put(tmp_path, file, content)
     with pytest.raises(DataError, match=sentence):
-        load_task(name, DataSource(tmp_path))
+        load_task(name, tmp_path)
 
 
 def test_unknown_tasks_and_a_hub_out_of_reach_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         FieldError, match=r"`--task` must name tasks of glue/cola, .*xnli/LANGUAGE, but is glue/cole.*`glue/cola`\?$"
     ):
-        expand_task_names(["glue/cole"], DataSource(tmp_path))
+        expand_task_names(["glue/cole"], tmp_path)
     (tmp_path / "nyu-mll/glue").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(
         DataError,
         match=r"cannot be loaded from the Hugging Face hub: .*; download the files and name their folder with `--data`",
     ):
-        load_task("glue/cola", DataSource(None))
+        load_task("glue/cola", None)
 
 
 def test_real_files_are_read_whole(shared_data: Path) -> None:
-    sources = DataSource(shared_data)
+    sources = shared_data
     counts = {
         "glue/cola": (8551, 1043),
         "glue/sst2": (67349, 872),
@@ -248,4 +248,4 @@ def test_a_label_of_words_in_context_that_is_unknown_is_named(tmp_path: Path) ->
     put(tmp_path, "superglue/WiC/dev/dev.data.txt", "go\tV\t0-0\tGo !\tThey go .\n")
     put(tmp_path, "superglue/WiC/dev/dev.gold.txt", "X\n")
     with pytest.raises(DataError, match=r"labels of false, true.*example 1 is .*'label': 'X'"):
-        load_task("superglue/wic", DataSource(tmp_path))
+        load_task("superglue/wic", tmp_path)

@@ -28,7 +28,6 @@ from megahead.evaluate import language_models
 from megahead.evaluate.harness import fitting_batch_size
 from megahead.evaluate.language_models import (
     ScoredRow,
-    TokenPredictor,
     _words,
     generate_continuation,
     open_language_model,
@@ -139,11 +138,11 @@ def test_a_text_too_long_for_an_encoder_is_reported(encoder: Path) -> None:
 
 
 def test_rows_that_begin_alike_ask_the_head_once(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = load_causal(decoder)
+    model = open_language_model(decoder)
     asked: list[int] = []
-    model.lm_head.register_forward_hook(lambda _, inputs, __: asked.append(inputs[0].shape[1]))
+    model.model.lm_head.register_forward_hook(lambda _, inputs, __: asked.append(inputs[0].shape[1]))
     rows = [ScoredRow((0, 5, 6, 7), (0, 1, 2, 3), (5, 6, 7, 8)), ScoredRow((0, 5, 6, 9), (0, 1, 2, 3), (5, 6, 9, 8))]
-    one, other, again = TokenPredictor(model, causal=True).log_probabilities([*rows, rows[0]])
+    one, other, again = model.row_log_probabilities([*rows, rows[0]])
     assert asked == [5]
     assert one == again != other
 

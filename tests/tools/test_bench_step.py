@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.rows import token_rows
 from benchmarks.steps import Mode, Variant, describe_ratio, variant_config
-from benchmarks.timing import HostClock, measure_matmul_rate
+from benchmarks.timing import Clock, measure_matmul_rate
 from megahead.config.loading import config_from_dict
 from megahead.config.run import RunConfig
 from megahead.errors import FieldError
@@ -218,15 +218,16 @@ def test_matrix_rate_is_positive(precision: str) -> None:
     assert measure_matmul_rate(torch.device("cpu"), precision, size=64) > 0
 
 
-class Counting(HostClock):
+class Counting(Clock):
     """Notes when it is asked and waited for."""
 
     def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
         self.asked: list[str] = []
 
     def now(self) -> float:
         self.asked.append("now")
-        return super().now()
+        return float(super().now())
 
     def wait(self) -> None:
         self.asked.append("wait")

@@ -17,11 +17,11 @@ from gpu_report import (
     TRAINING_MFU,
     Outcome,
     PartRunner,
-    Text,
     build_parts,
     step_rows,
     training_rows,
     whole_rows,
+    write_zipf,
 )
 
 from megahead.config.loading import load_config
@@ -49,8 +49,7 @@ def test_all_parts_run_tiny_on_the_cpu(tmp_path: Path) -> None:
     source = tmp_path / "a.jsonl"
     source.write_text('{"text": "the cat saw the dog and the dog saw the cat"}\n' * 400)
     preprocess([source], tmp_path / "t.json", tmp_path / "text", holdout=200)
-    text = Text(tmp_path / "out", tmp_path / "text")
-    parts = build_parts(DRY, text, tmp_path / "out")
+    parts = build_parts(DRY, tmp_path / "out", tmp_path / "text")
     PartRunner(tmp_path / "out", quiet(), title=DRY_RUN, launch=forked).run_parts(parts, 600)
     report = json.loads((tmp_path / "out/report.json").read_text())
     states = {part["name"]: (part["state"], part["why"]) for part in report["parts"]}
@@ -74,8 +73,7 @@ def test_all_parts_run_tiny_on_the_cpu(tmp_path: Path) -> None:
 
 def test_parts_in_full_are_those_of_the_dry_run_in_other_sizes(tmp_path: Path) -> None:
     """And their commands' options exist."""
-    text = Text(tmp_path)
-    full, dry = (build_parts(scale, text, tmp_path) for scale in (FULL, DRY))
+    full, dry = (build_parts(scale, tmp_path) for scale in (FULL, DRY))
     assert [part.command[0] for part in full if part.command[0] not in {one.command[0] for one in dry}] == [
         "-m"  # pytest
     ]
@@ -95,8 +93,7 @@ def test_parts_in_full_are_those_of_the_dry_run_in_other_sizes(tmp_path: Path) -
 
 
 def test_all_parts_fit_into_the_minutes_and_trainings_have_time_for_their_tokens(tmp_path: Path) -> None:
-    text = Text(tmp_path, tmp_path / "text")
-    parts = build_parts(FULL, text, tmp_path)
+    parts = build_parts(FULL, tmp_path, tmp_path / "text")
     assert sum(part.seconds for part in parts) <= 45 * 60
     base = ["data.train=''", "data.validation=null", "data.tokenizer=null", "batch.global_size=64"]
     trainings = {part.name: part.seconds for part in parts if part.uses_spare_time}
@@ -111,21 +108,20 @@ def test_all_parts_fit_into_the_minutes_and_trainings_have_time_for_their_tokens
 
 
 def test_without_a_text_one_is_drawn_that_needs_no_training(tmp_path: Path) -> None:
-    text = Text(tmp_path)
-    text.write_zipf(20_000)
-    before = text.index.stat().st_mtime_ns
-    text.write_zipf(20_000)
-    assert text.index.stat().st_mtime_ns == before
-    reasons = {part.unsupported_reason for part in build_parts(FULL, text, tmp_path) if part.name.startswith("train-")}
+    index = tmp_path / "zipf.idx"
+    write_zipf(tmp_path / "zipf", 20_000)
+    before = index.stat().st_mtime_ns
+    write_zipf(tmp_path / "zipf", 20_000)
+    assert index.stat().st_mtime_ns == before
+    reasons = {part.unsupported_reason for part in build_parts(FULL, tmp_path) if part.name.startswith("train-")}
     assert reasons == {"a text must be given for it by --dataset, but is not."}
 
 
 def test_a_dataset_that_is_there_is_trained_on_without_a_tokenizer(tmp_path: Path) -> None:
     with IndexedDatasetWriter(tmp_path / "small", vocab_size=60) as writer:
         writer.add_document([5, 6, 0])
-    text = Text(tmp_path, dataset=tmp_path / "small")
-    parts = build_parts(FULL, text, tmp_path)
-    assert ({part.unsupported_reason for part in parts}, text.index.exists()) == ({""}, True)
+    parts = build_parts(FULL, tmp_path, tmp_path / "small")
+    assert {part.unsupported_reason for part in parts} == {""}
     (train,) = (part.command for part in parts if part.name == "train-70m-headless")
     assert f"data.validation={tmp_path}/small-validation" in train
     assert "data.tokenizer=null" in train

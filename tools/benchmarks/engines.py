@@ -257,7 +257,10 @@ def time_launches(device: torch.device, rounds: int) -> list[dict[str, object]]:
         with torch.cuda.graph(graph):
             add()
         kinds[f"graph of {CALLS:,} operators"] = graph.replay
-    kinds[f"loss of {SIZE} outputs, forward and backward"] = _loss_step(device)
+    outputs_ND, rows_UD = (torch.randn(SIZE, SIZE, device=device, requires_grad=True) for _ in range(2))
+    candidates = all_rows_as_candidates(torch.arange(SIZE, device=device))
+    name = f"loss of {SIZE} outputs, forward and backward"
+    kinds[name] = lambda: candidate_loss(outputs_ND, rows_UD, candidates).backward()
     taken = run_interleaved([partial(_time_launch, call, device) for call in kinds.values()], rounds, warm_up=3)
     medians = (1e6 * np.median(np.array(taken), axis=0)).round(1).tolist()  # microseconds
     return [
@@ -274,9 +277,3 @@ def _time_launch(call: Callable[[], object], device: torch.device) -> tuple[floa
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return returned - start, time.perf_counter() - start
-
-
-def _loss_step(device: torch.device) -> StepFunction:
-    outputs_ND, rows_UD = (torch.randn(SIZE, SIZE, device=device, requires_grad=True) for _ in range(2))
-    candidates = all_rows_as_candidates(torch.arange(SIZE, device=device))
-    return lambda: candidate_loss(outputs_ND, rows_UD, candidates).backward()

@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from benchmarks.engines import (
     DEEPSPEED_CONFIGS,
@@ -159,8 +158,7 @@ def build_exchange(form: str, targets: int, features: int, rendezvous: Rendezvou
         if form == "ids":
             gather_targets(target_ids, counts_RA, group)
         else:
-            gathered_RND: Tensor = group.all_gather(rows_ND)
-            group.reduce_scatter(gathered_RND.flatten(0, 1))
+            group.reduce_scatter(group.all_gather(rows_ND).flatten(0, 1))
 
     return exchange
 

@@ -21,8 +21,8 @@ from torch.nn import functional as F
 
 from benchmarks.command import PADDED_PYTHIA_VOCABULARY as VOCABULARY
 from benchmarks.timing import (
+    Clock,
     Cost,
-    DeviceClock,
     describe_device,
     measure_cost,
     measure_matmul_rate,
@@ -331,7 +331,7 @@ def measure_pass(loss_function: LossFunction, inputs: LossInputs) -> PassCost:
 
 def measure_on_gpu(loss_function: LossFunction, inputs: LossInputs) -> PassCost:
     """The mean of many passes, timed by CUDA events, synchronized only at the end."""
-    clock = DeviceClock()
+    clock = Clock(torch.device("cuda"))
     for _ in range(WARM_UP):
         inputs.loss_and_gradients(loss_function)
     clock.wait()

@@ -16,7 +16,7 @@ from megahead.config.run import RunConfig
 from megahead.data.batch import EncoderRowBuilder, RowCollator
 from megahead.data.indexed import IndexedDataset
 from megahead.data.loader import BatchReader, training_samples
-from megahead.data.masking import MaskingCollator, TokenDropping, TokenSubsets
+from megahead.data.masking import MaskingCollator, TokenSubsets
 from megahead.data.samples import RowSource
 from megahead.data.strategies import Uniform
 from megahead.distributed.group import Group
@@ -79,10 +79,7 @@ def _collator(config: RunConfig) -> RowCollator:
     if config.masking is None or config.model.is_causal or config.masking.diffusion:
         return training_row_collator(config, [])
     row_builder = EncoderRowBuilder(config.masking, config.data.end_token, config.data.isolate_documents)
-    first_masked_layer, dropping = config.masking.first_masked_layer(config.model), None  # layers before skip masks
-    if (settings := config.masking.dropping) is not None:
-        dropping = TokenDropping(row_builder, settings.layers(config.model), settings.keep_share, Uniform())
-    subsets = TokenSubsets(config.masking.mask_token, first_masked_layer, dropping)
+    subsets = TokenSubsets(row_builder, config.model, Uniform())
     collator = MaskingCollator(row_builder, Uniform(), config.model.vocab_size, seed=0, subsets=subsets)
     return add_auxiliary(collator, config, seed=0)
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from benchmarks.rows import build_run_objective, step_batches, token_rows
-from benchmarks.timing import build_clock, describe_device, measure_cost, measure_matmul_rate, run_in_child
+from benchmarks.timing import Clock, describe_device, measure_cost, measure_matmul_rate, run_in_child
 from megahead.config.loading import config_from_dict
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group
@@ -124,7 +124,7 @@ class Variant:
         self.objective = build_run_objective(self.config, self.rows)
         optimizer = build_optimizer(self.model, self.config.optimizer)
         self.weights = MasterWeights(self.model, optimizer, half=self.precision == "bf16")
-        self.clock = build_clock(self.device)
+        self.clock = Clock(self.device)
         self._instrument_encoders()
 
     def step(self, index: int) -> None:

@@ -22,43 +22,34 @@ def run_interleaved(variants: Sequence[Callable[[], Result]], rounds: int, warm_
     return [[variant() for variant in variants] for _ in range(warm_up + rounds)][warm_up:]
 
 
-class HostClock:
-    """Timestamps of a CPU, whose operations are synchronous. Call `wait` before `seconds`."""
+class Clock:
+    """Timestamps of a device: a GPU's are CUDA events, which do not block the host, a CPU's those of the host. Call
+    `wait` before `seconds`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
 
     def now(self) -> Any:
-        return time.perf_counter()
-
-    def wait(self) -> None:
-        """Waits for all operations launched so far."""
-
-    def seconds(self, start: Any, end: Any) -> float:
-        return float(end - start)
-
-
-class DeviceClock(HostClock):
-    """Timestamps are CUDA events, which the device records without blocking the host."""
-
-    def now(self) -> torch.cuda.Event:
+        if not self._on_gpu:
+            return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def wait(self) -> None:
-        torch.cuda.synchronize()
+        """Waits for all operations launched so far."""
+        if self._on_gpu:
+            torch.cuda.synchronize()
 
     def seconds(self, start: Any, end: Any) -> float:
-        return float(start.elapsed_time(end)) / 1e3
-
-
-def build_clock(device: torch.device) -> HostClock:
-    return DeviceClock() if device.type == "cuda" else HostClock()
+        return float(start.elapsed_time(end)) / 1e3 if self._on_gpu else float(end - start)
 
 
 def measure_matmul_rate(device: torch.device, precision: str, size: int | None = None) -> float:
     """FLOP/s of a square matrix product, the best of six."""
     size = size or (8192 if device.type == "cuda" else 2048)
     a = torch.randn(size, size, device=device, dtype=torch.bfloat16 if precision == "bf16" else torch.float32)
-    clock, best_seconds = build_clock(device), float("inf")
+    clock, best_seconds = Clock(device), float("inf")
     for _ in range(6):
         start, _product, end = clock.now(), a @ a, clock.now()
         clock.wait()

@@ -40,48 +40,6 @@ ROOT = Path(__file__).resolve().parents[2]
 RANKS = min(2, torch.cuda.device_count() if torch.cuda.is_available() else os.cpu_count() or 1)
 
 
-class Text:
-    """The text files in `folder`, with a training and a held-out split; documentation is read from `roots`."""
-
-    def __init__(self, folder: Path, size: Size, roots: Sequence[Path]) -> None:
-        self.size, self.roots = size, roots
-        self.corpus, self.data = folder / "corpus", folder / "data"
-        self.tokenizer, self.cloze = folder / "tokenizer.json", folder / "cloze.jsonl"
-
-    def make(self, stages: StepRunner, vocab_size: int) -> None:
-        """Builds the corpus, its tokenizer, the indexed datasets and the last-word test, unless they exist."""
-        train, held_out = texts = [self.corpus / f"{split}.jsonl" for split in ("train", "held_out")]
-        options: dict[str, Any] = {"source_bytes": self.size.source_bytes, "held_out": self.size.held_out}
-
-        def make_corpus() -> str:
-            return build_corpus(self.corpus, roots=self.roots, **options).summary()
-
-        def train_tokenizer() -> str:
-            make_tokenizer([train], Selection(), vocab_size, self.tokenizer, max_bytes=self.size.tokenizer_bytes)
-            return f"byte-level BPE, {load_tokenizer(str(self.tokenizer)).vocab_size:,} ids"
-
-        def make_cloze() -> str:
-            return f"{build_cloze(held_out, self.cloze)} passages whose last word is to be guessed"
-
-        settings = {"roots": [str(root) for root in self.roots], **options}
-        stages.run("corpus", make_corpus, settings=settings, outputs=texts)
-        settings = {"vocab_size": vocab_size, "bytes": self.size.tokenizer_bytes}
-        stages.run("tokenizer", train_tokenizer, settings=settings, inputs=[train], outputs=[self.tokenizer])
-        stages.run("index", self._index, inputs=[*texts, self.tokenizer], outputs=[self.data])
-        stages.run("cloze", make_cloze, inputs=[held_out], outputs=[self.cloze])
-
-    def _index(self) -> str:
-        self.data.mkdir(parents=True, exist_ok=True)
-        reports = []
-        for split in ("train", "held_out"):
-            with ProgressBar(f"Tokenizing {split}") as bar:
-                text = [self.corpus / f"{split}.jsonl"]
-                reports.append(preprocess(text, self.tokenizer, self.data / split, progress=bar))
-        train_tokens, held_out_tokens = (report.tokens for report in reports)
-        bytes_each = sum(report.text_bytes for report in reports) / (train_tokens + held_out_tokens)
-        return f"{train_tokens:,} tokens and {held_out_tokens:,} held out, {bytes_each:.2f} bytes a token"
-
-
 class Pipeline:
     """Runs the stages in `folder`; documentation is read from `roots` (default: all installed packages).
 
@@ -92,15 +50,16 @@ class Pipeline:
         self, folder: Path, console: Console, *, size: Size, overrides: Sequence[str] = (), roots: Sequence[Path] = ()
     ) -> None:
         self.folder, self.console, self.size, self.overrides = folder, console, size, overrides
-        self.stages = StepRunner(folder / "stages", console)
-        self.text = Text(folder, size, roots)
+        self.stages, self.roots = StepRunner(folder / "stages", console), roots
+        self.corpus, self.data = folder / "corpus", folder / "data"
+        self.tokenizer, self.cloze = folder / "tokenizer.json", folder / "cloze.jsonl"
 
     def settings(self, name: str, *extra: str) -> list[str]:
         """Overrides of the run `name`; later ones take precedence."""
         return [
-            f"data.train={self.text.data}/train",
-            f"data.validation={self.text.data}/held_out",
-            f"data.tokenizer={self.text.tokenizer}",
+            f"data.train={self.data}/train",
+            f"data.validation={self.data}/held_out",
+            f"data.tokenizer={self.tokenizer}",
             *self.size.settings,
             *self.size.run_settings.get(name, ()),
             *self.overrides,
@@ -111,7 +70,7 @@ class Pipeline:
     def run(self, *, with_vanilla: bool) -> list[dict[str, Any]]:
         """Runs all stages; returns a row of measurements for each model."""
         headless = load_config("demo-headless", self.settings("headless"))
-        self.text.make(self.stages, headless.model.vocab_size)
+        self._make_text(headless.model.vocab_size)
         self._train("headless")
         base = self.folder / "runs/headless"
         self._train("head", [f"init.from_checkpoint={base}"], inputs=[base / "checkpoints/latest"])
@@ -124,6 +83,39 @@ class Pipeline:
         write_atomically(self.folder / "results.json", json.dumps(rows, indent=1) + "\n")
         return rows
 
+    def _make_text(self, vocab_size: int) -> None:
+        """Builds the corpus, its tokenizer, the indexed datasets and the last-word test, unless they exist."""
+        train, held_out = texts = [self.corpus / f"{split}.jsonl" for split in ("train", "held_out")]
+        options: dict[str, Any] = {"source_bytes": self.size.source_bytes, "held_out": self.size.held_out}
+
+        def make_corpus() -> str:
+            return build_corpus(self.corpus, roots=self.roots, **options).summary()
+
+        def make_cloze() -> str:
+            return f"{build_cloze(held_out, self.cloze)} passages whose last word is to be guessed"
+
+        def train_tokenizer() -> str:
+            make_tokenizer([train], Selection(), vocab_size, self.tokenizer, max_bytes=self.size.tokenizer_bytes)
+            return f"byte-level BPE, {load_tokenizer(str(self.tokenizer)).vocab_size:,} ids"
+
+        settings = {"roots": [str(root) for root in self.roots], **options}
+        self.stages.run("corpus", make_corpus, settings=settings, outputs=texts)
+        settings = {"vocab_size": vocab_size, "bytes": self.size.tokenizer_bytes}
+        self.stages.run("tokenizer", train_tokenizer, settings=settings, inputs=[train], outputs=[self.tokenizer])
+        self.stages.run("index", self._index, inputs=[*texts, self.tokenizer], outputs=[self.data])
+        self.stages.run("cloze", make_cloze, inputs=[held_out], outputs=[self.cloze])
+
+    def _index(self) -> str:
+        self.data.mkdir(parents=True, exist_ok=True)
+        reports = []
+        for split in ("train", "held_out"):
+            with ProgressBar(f"Tokenizing {split}") as bar:
+                text = [self.corpus / f"{split}.jsonl"]
+                reports.append(preprocess(text, self.tokenizer, self.data / split, progress=bar))
+        train_tokens, held_out_tokens = (report.tokens for report in reports)
+        bytes_each = sum(report.text_bytes for report in reports) / (train_tokens + held_out_tokens)
+        return f"{train_tokens:,} tokens and {held_out_tokens:,} held out, {bytes_each:.2f} bytes a token"
+
     def _train(self, name: str, extra: Sequence[str] = (), inputs: Sequence[Path] = ()) -> None:
         run, overrides = self.folder / "runs" / name, self.settings(name, *extra)
         config = load_config(f"demo-{name}", overrides).model_dump(mode="json")
@@ -135,8 +127,7 @@ class Pipeline:
             tokens, perplexity = metrics.training[-1]["tokens"], metrics.validation[-1]["perplexity"]
             return f"{tokens:,} tokens, held-out perplexity {perplexity:,.0f}"
 
-        all_inputs = [self.text.data, *inputs]
-        self.stages.run(f"train {name}", train, settings=settings, inputs=all_inputs, outputs=[checkpoints])
+        self.stages.run(f"train {name}", train, settings=settings, inputs=[self.data, *inputs], outputs=[checkpoints])
 
     def _train_vanilla(self) -> None:
         """Trains for as many steps as fit in the time of the headless run, with a schedule of that length."""
@@ -162,14 +153,14 @@ class Pipeline:
             return f"logits equal to the run's within {error:.1e}"
 
         self.stages.run(f"export {name} {head}", to_hugging_face, inputs=[latest], outputs=[model])
-        score, inputs = lambda: self._score(run, model, head, scores), [latest, model, self.text.cloze]
+        score, inputs = lambda: self._score(run, model, head, scores), [latest, model, self.cloze]
         self.stages.run(f"evaluate {name} {head}", score, inputs=inputs, outputs=[scores])
         last, figures = read_metrics(run).training[-1], json.loads(scores.read_text(encoding="utf-8"))
         return {**figures, "seconds": last["seconds"], "tokens": last["tokens"]}
 
     def _score(self, run: Path, model: Path, head: HeadName, output: Path) -> str:
         held_out = evaluate_checkpoint(run, head)
-        (cloze,) = evaluate_tasks(model, {"cloze": self.text.cloze}, batch_size=16)
+        (cloze,) = evaluate_tasks(model, {"cloze": self.cloze}, batch_size=16)
         accuracy = next(score for score in cloze.scores if score.metric == "acc")
         figures = {"perplexity": held_out.perplexity, "bits_per_byte": held_out.bits_per_byte}
         figures |= {"next_token": held_out.accuracy, "last_word": accuracy.value, "last_word_stderr": accuracy.stderr}

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -36,10 +37,9 @@ def compare_items(runner: ExperimentRunner, only: Sequence[str]) -> None:
     if runner.minutes is not None and set(only) & set(RIVALS):
         raise FieldError("--minutes", f"be left out with {' and '.join(RIVALS)}, trained by epochs", got=runner.minutes)
     table = _Table.prepare(runner)
-    for side, overrides in grid["sides"].items():
+    for side in grid["sides"]:
         if not only or side in only:
-            training = _SideTraining(runner, table, side, overrides)
-            rows += best_recipe_on_all_seeds(side, grid["recipes"], grid["seeds"], training.scores)
+            rows += best_recipe_on_all_seeds(side, grid["recipes"], grid["seeds"], partial(table.scores, side))
             _record(runner, rows)
     rivals = [rival for rival in RIVALS if not only or rival in only]
     if rivals and runner.minutes is None:
@@ -55,8 +55,9 @@ def _record(runner: ExperimentRunner, rows: Sequence[Row]) -> None:
 
 @dataclass(frozen=True)
 class _Table:
-    """A table's datasets, and how long runs on them are."""
+    """A table's datasets, and the runs on them."""
 
+    runner: ExperimentRunner
     prefix: Path
     num_ids: int
     num_users: int
@@ -73,45 +74,33 @@ class _Table:
             raise DataError(f"`{prefix}.json` must have the number of ids, but is missing.")
         config = load_config(f"configs/{GRIDS['items']['config']}.yaml", runner.settings)
         steps = ceil(info.tokens / (config.batch.global_size * config.data.sequence_length))
-        return cls(prefix, info.vocab_size, info.documents, steps, config)
+        return cls(runner, prefix, info.vocab_size, info.documents, steps, config)
 
-    def part(self, name: str) -> Path:
-        """The `.idx` of `validation` or `test`."""
-        return self.prefix.with_name(f"{self.prefix.name}-{name}.idx")
-
-
-@dataclass(frozen=True)
-class _SideTraining:
-    """Runs of one objective."""
-
-    runner: ExperimentRunner
-    table: _Table
-    side: str
-    overrides: Sequence[str]
-
-    def scores(self, recipe: Mapping[str, float], seed: int) -> Row:
-        """Trains the run of a recipe and seed; returns its scores on the validation and the test items."""
-        name = f"{self.side}-{recipe['dropout']}-{recipe['rate']}-{seed}"
-        config, settings = GRIDS["items"]["config"], self._settings(recipe, seed)
-        run = self.runner.train(config, name, *settings, *training_overrides(self._steps(config)))
+    def scores(self, side: str, recipe: Mapping[str, float], seed: int) -> Row:
+        """Trains an objective with a recipe and seed; returns its scores on the validation and the test items."""
+        name = f"{side}-{recipe['dropout']}-{recipe['rate']}-{seed}"
+        config, settings = GRIDS["items"]["config"], self._settings(side, recipe, seed)
+        run = self.runner.train(config, name, *settings, *training_overrides(self._steps(config, side)))
         folder = ensure_hf_folder(self.runner.folder / name)
-        validation, test = (next_item(folder, self.table.part(part)).scores for part in ("validation", "test"))
+        files = (self.prefix.with_name(f"{self.prefix.name}-{part}.idx") for part in ("validation", "test"))
+        validation, test = (next_item(folder, file).scores for file in files)
         return score_row(validation, test, time_spent(run))
 
-    def _steps(self, config: str) -> int:
+    def _steps(self, config: str, side: str) -> int:
         grid = GRIDS["items"]
         if self.runner.minutes is None:
-            return int(grid["epochs"] * self.table.steps_an_epoch)
-        settings = self._settings(grid["recipes"][0], grid["seeds"][0])  # any: no recipe changes the cost of a step
-        return self.runner.steps_within(self.runner.minutes, config, self.side, *settings)
+            return int(grid["epochs"] * self.steps_an_epoch)
+        # with any recipe, since none changes the cost of a step
+        settings = self._settings(side, grid["recipes"][0], grid["seeds"][0])
+        return self.runner.steps_within(self.runner.minutes, config, side, *settings)
 
-    def _settings(self, recipe: Mapping[str, float], seed: int) -> list[str]:
-        prefix, dropout = self.table.prefix, recipe["dropout"]
-        settings: dict[str, Any] = {"seed": seed, "model.vocab_size": self.table.num_ids, "tasks": "null"}
+    def _settings(self, side: str, recipe: Mapping[str, float], seed: int) -> list[str]:
+        prefix, dropout = self.prefix, recipe["dropout"]
+        settings: dict[str, Any] = {"seed": seed, "model.vocab_size": self.num_ids, "tasks": "null"}
         settings |= {"data.train": prefix, "data.validation": f"{prefix}-validation"}
         settings |= {"model.hidden_dropout": dropout, "model.attention_dropout": dropout}
         settings |= {"optimizer.learning_rate": recipe["rate"]}
-        return [*to_overrides(settings), *self.overrides]
+        return [*to_overrides(settings), *GRIDS["items"]["sides"][side]]
 
 
 def _train_rivals(runner: ExperimentRunner, table: _Table, models: Sequence[str]) -> list[Row]:
@@ -123,7 +112,12 @@ def _train_rivals(runner: ExperimentRunner, table: _Table, models: Sequence[str]
         return []
     grid, plan_file, log = GRIDS["items"], runner.folder / "rivals.json", runner.folder / "rivals.log"
     plan = {"models": models, "recipes": grid["recipes"], "seeds": grid["seeds"], "prefix": str(table.prefix)}
-    plan |= {"num_ids": table.num_ids, "settings": _rival_settings(table)}
+    plan["num_ids"] = table.num_ids
+    # the shape of ours, as many epochs, and as many steps in each
+    model, length = table.config.model, table.config.data.sequence_length
+    settings = {"n_blocks": model.num_layers, "n_factors": model.hidden_size, "n_heads": model.num_heads}
+    batch = ceil(table.num_users / table.steps_an_epoch)
+    plan["settings"] = settings | {"epochs": grid["epochs"], "batch_size": batch, "session_max_len": length}
     plan["data"] = IndexedDataset(table.prefix).fingerprint
     plan_file.write_text(json.dumps(plan, indent=1) + "\n")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tools")))}  # this checkout's
@@ -134,11 +128,3 @@ def _train_rivals(runner: ExperimentRunner, table: _Table, models: Sequence[str]
         raise UserError(f"training {' and '.join(models)} must come to its end, but failed; see {log}.")
     rows: list[Row] = json.loads(plan_file.with_name("rivals-rows.json").read_text())
     return rows
-
-
-def _rival_settings(table: _Table) -> dict[str, int]:
-    """The shape of ours, as many epochs, and as many steps in each."""
-    model, batch = table.config.model, ceil(table.num_users / table.steps_an_epoch)
-    shape = {"n_blocks": model.num_layers, "n_factors": model.hidden_size, "n_heads": model.num_heads}
-    length = table.config.data.sequence_length
-    return shape | {"epochs": GRIDS["items"]["epochs"], "batch_size": batch, "session_max_len": length}

@@ -88,8 +88,7 @@ def _prepare_text(runner: ExperimentRunner, source: Path, size: int) -> Text:
     """Builds the tokenizer and the datasets of a vocabulary size, unless they exist."""
     folder = runner.folder.parent / f"multilingual-{size}"
     tokenizer, train = folder / "tokenizer.json", source / "train.jsonl"
-    kind = ["--type", "multilingual", "--vocab-size", size]
-    runner.make(tokenizer, "train_tokenizer.py", "--input", train, *kind)
+    runner.make(tokenizer, "train_tokenizer.py", "--input", train, "--type", "multilingual", "--vocab-size", size)
     for file in sorted(source.glob("*.jsonl")):
         if not (folder / f"{file.stem}.idx").exists():
             preprocess([file], tokenizer, folder / file.stem)

@@ -14,6 +14,8 @@ SIZE = (9.0, 4.4)
 """Inches."""
 
 BLUE, ORANGE = PALETTE[:2]
+VANILLA_CAPTION = "All tokens compete: N × V scores", "V: tens of thousands of tokens; N: targets of the batch"
+HEADLESS_CAPTION = "Few compete, no head: N × U scores", "U: the different targets of the batch, a few thousand"
 LINE_COLOUR, BACKGROUND = "#d5dbe3", "#ffffff"
 ARROW = {"arrowstyle": "-|>", "mutation_scale": 11, "shrinkA": 0, "shrinkB": 0, "color": MUTED, "linewidth": 1.4}
 
@@ -22,9 +24,17 @@ def draw(output: Path) -> Path:
     """Writes the PNG, with a background colour, so that it is readable on dark pages, too."""
     figure = Figure(figsize=SIZE, facecolor=BACKGROUND)
     left, right = (figure.add_axes((x, 0, 0.5, 1)) for x in (0, 0.5))
-    for axes in (left, right):
+    for axes, colour, name, question, cost, meaning in (
+        (left, ORANGE, "Vanilla", "Which token of the whole vocabulary comes next?", *VANILLA_CAPTION),
+        (right, BLUE, "Headless", "Which of the tokens in this batch comes next?", *HEADLESS_CAPTION),
+    ):
         axes.set(xlim=(0, 100), ylim=(0, 98))
         axes.axis("off")
+        axes.text(6, 91, name, color=colour, fontsize=18, fontweight="bold", va="center")
+        axes.text(6, 82.5, question, color=INK, fontsize=10.5, va="center")
+        axes.text(6, 10.5, cost, color=INK, fontsize=11, fontweight="bold", va="center")
+        axes.text(6, 5, meaning, color=MUTED, fontsize=9, va="center")
+        _draw_model(axes)
     left.plot([100, 100], [7, 91], color=LINE_COLOUR, linewidth=1, clip_on=False)
     _draw_vanilla(left)
     _draw_headless(right)
@@ -32,8 +42,6 @@ def draw(output: Path) -> Path:
 
 
 def _draw_vanilla(axes: Axes) -> None:
-    _draw_title(axes, "Vanilla", "Which token of the whole vocabulary comes next?", ORANGE)
-    _draw_model(axes)
     bottom, pitch, target = 18.5, 1.0, 13
     _draw_fan(axes, bottom, bottom + 52, ORANGE)
     for row in range(52):
@@ -43,24 +51,15 @@ def _draw_vanilla(axes: Axes) -> None:
     _draw_token(axes, bottom + pitch * (target + 0.4), "sat", is_target=True)
     _draw_token(axes, bottom + 50, "aardvark")
     _draw_token(axes, bottom + 2, "zygote")
-    _draw_caption(axes, "All tokens compete: N × V scores", "V: tens of thousands of tokens; N: targets of the batch")
 
 
 def _draw_headless(axes: Axes) -> None:
-    _draw_title(axes, "Headless", "Which of the tokens in this batch comes next?", BLUE)
-    _draw_model(axes)
     _draw_fan(axes, 22, 63, BLUE)
     for k, word in enumerate(("cat", "sat", "on", "the", "mat")):
         y, is_target = 60.5 - 9 * k, word == "sat"
         axes.add_patch(Rectangle((60, y - 2.5), 18, 5, color=BLUE, alpha=1.0 if is_target else 0.35, linewidth=0))
         _draw_token(axes, y, word, is_target=is_target)
     _draw_label(axes, 65, "input embeddings, U × D", BLUE)
-    _draw_caption(axes, "Few compete, no head: N × U scores", "U: the different targets of the batch, a few thousand")
-
-
-def _draw_title(axes: Axes, name: str, question: str, colour: str) -> None:
-    axes.text(6, 91, name, color=colour, fontsize=18, fontweight="bold", va="center")
-    axes.text(6, 82.5, question, color=INK, fontsize=10.5, va="center")
 
 
 def _draw_label(axes: Axes, y: float, text: str, colour: str) -> None:
@@ -89,8 +88,3 @@ def _draw_fan(axes: Axes, bottom: float, top: float, colour: str) -> None:
     """A triangle from the hidden state to everything that it is compared with."""
     corners = [(40.6, 46), (59, bottom), (59, top)]
     axes.add_patch(Polygon(corners, color=colour, alpha=0.1, linewidth=0))
-
-
-def _draw_caption(axes: Axes, cost: str, meaning: str) -> None:
-    axes.text(6, 10.5, cost, color=INK, fontsize=11, fontweight="bold", va="center")
-    axes.text(6, 5, meaning, color=MUTED, fontsize=9, va="center")

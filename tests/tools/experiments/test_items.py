@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -83,13 +83,12 @@ def test_runs_take_the_minutes_that_are_asked_for(
 def test_a_command_that_is_killed_has_recorded_the_sides_before(
     runner: ExperimentRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def scores(training: Any, recipe: Row, seed: int) -> Row:
-        if training.side != SIDES[0]:
+    def scores(side: str, recipe: Row, seed: int) -> Row:
+        if side != SIDES[0]:
             raise KeyboardInterrupt
         return dict.fromkeys(("validation NDCG@10", *METRICS, "CPU s"), 0.5)
 
-    monkeypatch.setattr("experiments.items._Table.prepare", lambda runner: None)
-    monkeypatch.setattr("experiments.items._SideTraining.scores", scores)
+    monkeypatch.setattr("experiments.items._Table.prepare", lambda runner: SimpleNamespace(scores=scores))
     with pytest.raises(KeyboardInterrupt):
         compare_items(runner, SIDES)
     assert {row["model"] for row in results(runner, "items-runs")} == {SIDES[0]}
