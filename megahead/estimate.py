@@ -10,7 +10,7 @@ from typing import Any
 from megahead.config.embedding import sharded_embedding_bytes, shards_embedding
 from megahead.config.model import ModelConfig
 from megahead.config.objective import CPU_CHUNKS, GPU_CHUNKS, gpu_score_bytes, resolve_candidate_group_samples
-from megahead.config.plan import RunPlan, phases_of, uses_cuda_graphs
+from megahead.config.plan import RunPlan, phases_of
 from megahead.config.run import RunConfig
 from megahead.config.token_subsets import SubsetLayers, subset_layers
 
@@ -363,7 +363,7 @@ def _phase_memory(plan: RunPlan) -> RankMemory:
     embedding = sharded_embedding_bytes(config, plan.ranks, _ids_of_step(plan))
     activations, loss = activation_bytes(config, element_size), _loss_bytes(plan, precision)
     pool = activations + loss + (0 if precision == "fp32" else 2 * rank_parameters(config))
-    graphs = pool if plan.device == "cuda" and uses_cuda_graphs(plan) else 0
+    graphs = pool if plan.device == "cuda" and plan.uses_cuda_graphs() else 0
     return RankMemory(weights, gradients, optimizer, buffers, activations, loss, embedding, graphs, host)
 
 

@@ -49,6 +49,12 @@ def read_json(path: Path) -> Any:
         return None
 
 
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The content of a JSON file that holds an object; empty for any other file."""
+    content = read_json(path)
+    return content if isinstance(content, dict) else {}
+
+
 def write_synced(file: BinaryIO, data: bytes) -> None:
     """Writes `data`, on disk on return. Call it for each block: one sync of a large file may take minutes."""
     file.write(data)
@@ -75,17 +81,13 @@ VISIBLE_SECONDS = 10.0
 def wait_until_visible(path: Path, seconds: float) -> bool:
     """Waits at most `seconds` until `path`, which another node creates, exists; returns whether it does."""
     deadline = time.monotonic() + seconds
-    while not is_visible(path):
+    while True:
+        refresh_nfs(path)
+        if path.exists():
+            return True
         if time.monotonic() >= deadline:
             return False
         time.sleep(0.05)
-    return True
-
-
-def is_visible(path: Path) -> bool:
-    """Whether `path` exists now, see `refresh_nfs`."""
-    refresh_nfs(path)
-    return path.exists()
 
 
 def refresh_nfs(path: Path) -> None:
@@ -163,9 +165,7 @@ class AtomicFile:
 
     def sync(self) -> None:
         """Waits until all written data is on disk; afterwards nothing can fail for lack of space."""
-        with as_write_error(self.path):
-            self._file.flush()
-            os.fsync(self._file.fileno())
+        self.write_synced(b"")
 
     def publish(self) -> None:
         """Gives the file its name. Call `sync` first."""

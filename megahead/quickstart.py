@@ -261,7 +261,7 @@ def _check_same_text(config: Path, header: str) -> None:
 def _survey_text(path: Path, folder: Path, tokenizer: Path | None, report: Report) -> TextSurvey:
     """Surveys the text in `path`; FieldError if it is too little, or if the tokenizer has no end token."""
     found = survey(path, folder.absolute())
-    if tokenizer is not None:
+    if tokenizer is not None:  # before anything that takes long
         try:
             end_token_id(load_tokenizer(str(tokenizer)), None)
         except FieldError:

@@ -118,9 +118,6 @@ _SCHEMES_WITHOUT_FOLDERS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "ad
 
 _LOCAL_SCHEMES = ("file", "local")
 
-_S3_SCHEMES = ("s3", "s3a")
-"""Schemes of the extra `megahead[remote]`."""
-
 
 def open_url(url: str) -> tuple[Any, str]:
     """The fsspec file system of a URL, and the path in it; RemoteError if there is none."""
@@ -163,7 +160,7 @@ def _install_hint(scheme: str) -> str:
     import fsspec
     from fsspec.registry import known_implementations
 
-    if scheme in _S3_SCHEMES:
+    if scheme in ("s3", "s3a"):
         return "pip install -e '.[remote]'"
     module = known_implementations.get(scheme, {}).get("class", "").split(".")[0]
     if module == "gcsfs":
@@ -384,15 +381,13 @@ def download(store: Store, name: str, expected: ExpectedFile, write: Callable[[b
         raise DamagedError(f"`{store.url}/{name}` must match its checksum, but does not; it was damaged.")
 
 
-def with_progress(
-    download: Iterator[int], url: str, total: int, report: Callable[[str], None] = print_line
-) -> Iterator[None]:
+def with_progress(download: Iterator[int], url: str, total: int) -> Iterator[None]:
     """Drives a download that yields the bytes received so far, with a progress line every PROGRESS_SECONDS."""
     last = time.monotonic()
     for received in download:
         if time.monotonic() - last > PROGRESS_SECONDS:
             last = time.monotonic()
-            report(f"fetching {url}: {format_gib(received)} of {format_gib(total)}")
+            print_line(f"fetching {url}: {format_gib(received)} of {format_gib(total)}")
         yield
 
 
@@ -428,9 +423,7 @@ def local_file(name: str) -> str:
     return str(folder / file)
 
 
-def fetch_into(
-    folder: Path, store: Store, files: Mapping[str, ExpectedFile], report: Callable[[str], None] = print_line
-) -> Iterator[None]:
+def fetch_into(folder: Path, store: Store, files: Mapping[str, ExpectedFile]) -> Iterator[None]:
     """Downloads the files missing in `folder`, and yields at least once a second.
 
     One process per machine downloads a file, and the others wait for it. RemoteError also if that process makes no
@@ -442,7 +435,7 @@ def fetch_into(
             continue
         try:
             received = download(store, name, expected, file.write_synced)
-            yield from with_progress(received, f"{store.url}/{name}", expected.bytes, report)
+            yield from with_progress(received, f"{store.url}/{name}", expected.bytes)
             file.sync()
             file.publish()
         finally:

@@ -33,17 +33,7 @@ from megahead.checkpoints.format import (
     run_generator_on_all_ranks,
     run_on_first_rank,
 )
-from megahead.checkpoints.store import (
-    Latest,
-    RetentionRules,
-    Storage,
-    history,
-    is_checkpoint_name,
-    new_checkpoint_name,
-    orphans,
-    retain,
-    step_of,
-)
+from megahead.checkpoints.store import Latest, RetentionRules, Storage, is_checkpoint_name, new_checkpoint_name, step_of
 from megahead.distributed.group import Group
 from megahead.errors import CheckpointError, UserError
 from megahead.files import VISIBLE_SECONDS, is_full, publish_folder, wait_until_visible, write_atomically
@@ -140,14 +130,14 @@ def step_folders(path: Path) -> list[Path]:
     """The history of a run or checkpoints folder: the newest checkpoint and those of its ancestors that exist, damaged
     included, newest first."""
     disk = DiskStorage.of(path)
-    return [disk.root / name for name in history(disk)]
+    return [disk.root / name for name in disk.history()]
 
 
 def orphaned_folders(path: Path) -> list[Path]:
     """Checkpoints in a run or checkpoints folder outside of its history, those of earlier versions (`abandoned-step-N`)
     first."""
     disk = DiskStorage.of(path)
-    return [*sorted(disk.root.glob("abandoned-step-*")), *(disk.root / name for name in reversed(orphans(disk)))]
+    return [*sorted(disk.root.glob("abandoned-step-*")), *(disk.root / name for name in reversed(disk.orphans()))]
 
 
 def is_complete(folder: Path) -> bool:
@@ -211,7 +201,7 @@ def write_collectively(
         if rules is not None:
             disk.write_latest(Latest(name, manifest.ancestors))
             try:
-                retain(disk, rules)
+                disk.retain(rules)
             except OSError as error:  # the new checkpoint is complete; the next save tries again
                 print_line(f"warning: an older checkpoint cannot be removed ({error}).", sys.stderr)
 
@@ -259,7 +249,9 @@ def copy_newest_valid(
 def describe_write_error(error: Exception, partial_folder: Path, num_bytes: int) -> str:
     """The message of an error in writing a checkpoint of `num_bytes` bytes."""
     root = partial_folder.parent
-    if not _is_full(error):  # a full disk's message, below, gives the missing bytes, unlike a WriteError's
+    # safetensors reports a full disk only in its message
+    is_disk_full = is_full(error) or (isinstance(error, SafetensorError) and f"os error {errno.ENOSPC}" in str(error))
+    if not is_disk_full:  # a full disk's message, below, gives the missing bytes, unlike a WriteError's
         message = f"`{root}` must take a checkpoint, but cannot ({error}); older checkpoints are unharmed."
         return str(error) if isinstance(error, UserError) else message
     available = shutil.disk_usage(root).free + sum(map(_file_size, partial_folder.glob("*")))
@@ -276,8 +268,3 @@ def _file_size(file: Path) -> int:
         return file.stat().st_size
     except FileNotFoundError:
         return 0
-
-
-def _is_full(error: Exception) -> bool:
-    """Whether the disk is full, which safetensors reports only in its message."""
-    return is_full(error) or (isinstance(error, SafetensorError) and f"os error {errno.ENOSPC}" in str(error))

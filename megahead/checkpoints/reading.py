@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ from megahead.checkpoints.format import (
     run_on_first_rank,
     share_of,
 )
+from megahead.config.loading import config_from_checkpoint
+from megahead.config.run import RunConfig
 from megahead.config.training import OptimizerConfig
 from megahead.distributed.group import Group
 from megahead.distributed.tensors import block_ranges, interleave_shards, join_blocks
@@ -115,6 +117,10 @@ class Checkpoint:
         """File, shape and dtype of each tensor."""
         self._verified: set[str] = set()
 
+    def run_config(self) -> RunConfig:
+        """The config of the phase that saved it; ConfigErrors for settings that this version does not have."""
+        return config_from_checkpoint(self.config, source=f"the configuration in {self.folder}")
+
     def state_value(self, name: str, type_: Any, default: Any = None) -> Any:
         """`state[name]`, or `default` if it is missing, as in earlier versions; CheckpointError if it is not an
         instance of `type_`."""
@@ -125,7 +131,8 @@ class Checkpoint:
 
     def names(self) -> list[str]:
         """Names of readable tensors: the saved ones, then those that are computed from rows with pending updates."""
-        return [*self.tensors, *_derivable_names(self.tensors)]
+        pending = [name.removeprefix(_PENDING_PREFIX) for name in self.tensors if name.startswith(_PENDING_PREFIX)]
+        return [*self.tensors, *(name for name in pending if name.split("/")[0] not in (LAST_STEP, LEARNING_RATES))]
 
     def read(self, name: str) -> Tensor:
         """A full tensor on the CPU. CheckpointError if the name is unknown or the file is damaged.
@@ -162,7 +169,10 @@ class Checkpoint:
 
     def _read(self, file: str, name: str, rows: range | None = None) -> Tensor:
         """The part of a tensor in `file`, or `rows` of that part."""
-        self._verify_once(file)
+        if file not in self._verified:
+            for _ in check_files(self.folder, {file: self.files[file]}):
+                pass
+            self._verified.add(file)
         try:
             with safe_open(self.folder / file, framework="pt") as opened_file:
                 tensor: Tensor = (
@@ -182,12 +192,6 @@ class Checkpoint:
         run_generator_on_all_ranks(group, check_files(self.folder, unread))
         self._verified.update(self.files)
 
-    def _verify_once(self, file: str) -> None:
-        if file not in self._verified:
-            for _ in check_files(self.folder, {file: self.files[file]}):
-                pass
-            self._verified.add(file)
-
 
 # Conversion of an embedding between up-to-date rows and rows with pending updates.
 #
@@ -199,12 +203,6 @@ class Checkpoint:
 
 _PENDING_PREFIX = "late/"
 """Prefix of a sharded embedding's tensors in a checkpoint."""
-
-
-def _derivable_names(tensor_names: Iterable[str]) -> list[str]:
-    """The names of up-to-date tensors that can be derived from tensors with pending updates."""
-    names = [name.removeprefix(_PENDING_PREFIX) for name in tensor_names if name.startswith(_PENDING_PREFIX)]
-    return [name for name in names if name.split("/")[0] not in (LAST_STEP, LEARNING_RATES)]
 
 
 def _derive(checkpoint: Checkpoint, name: str) -> tuple[tuple[int, ...], Iterator[Tensor]]:

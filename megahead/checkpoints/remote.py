@@ -18,10 +18,8 @@ from megahead.checkpoints.store import (
     Latest,
     Storage,
     highest_step_first,
-    history,
     is_ancestor,
     is_checkpoint_name,
-    manifest_if_valid,
     step_of,
 )
 from megahead.distributed.group import Group
@@ -96,7 +94,7 @@ class RemoteStorage(Storage):
         for name in highest_step_first(self.names()):
             if step_of(name) <= step_of(latest_name):
                 break
-            manifest = manifest_if_valid(self, name)
+            manifest = self.manifest_if_valid(name)
             # checkpoints of earlier versions list no ancestors, and are compared by step
             if manifest is not None and is_ancestor(latest_name, manifest.ancestors or (name,)):
                 return Latest(name, manifest.ancestors)
@@ -184,9 +182,9 @@ def find_remote(url: str, timeout: float = TIMEOUT_SECONDS) -> tuple[RemoteStora
         parent = RemoteStorage(Store(folder, timeout), root="")
         if MANIFEST in sizes:
             return parent, [name]
-        return parent, [name for name in history(parent) if step_match and step_of(name) == int(step_match[1])]
+        return parent, [name for name in parent.history() if step_match and step_of(name) == int(step_match[1])]
     remote = RemoteStorage(store, CHECKPOINTS if any(path.startswith(f"{CHECKPOINTS}/") for path in sizes) else "")
-    return remote, history(remote)
+    return remote, remote.history()
 
 
 def retry_seconds(group: Group) -> float:
@@ -200,8 +198,8 @@ def newer_names(remote: RemoteStorage, folder: RunFolder, newer_than: int) -> li
     order to try them: those with a higher step. If the remote run has rolled back past the newest on disk or an
     ancestor of it, also those with a lower step that are not among these. Never one that the run in `folder` itself
     rolled back past (`orphaned`)."""
-    names, ancestry = history(remote), read_ancestry(folder)
-    newest = manifest_if_valid(remote, names[0]) if names else None
+    names, ancestry = remote.history(), read_ancestry(folder)
+    newest = remote.manifest_if_valid(names[0]) if names else None
     rolled_back = newest is not None and not {*ancestry.ancestors}.isdisjoint(newest.orphaned)
 
     def is_preferred(name: str) -> bool:
@@ -214,8 +212,8 @@ def newer_names(remote: RemoteStorage, folder: RunFolder, newer_than: int) -> li
 def read_ancestry(folder: RunFolder) -> Ancestry:
     """The ancestry of the run's newest checkpoint on disk with a readable manifest."""
     disk = DiskStorage(folder.checkpoints)
-    for name in history(disk):
-        manifest = manifest_if_valid(disk, name)
+    for name in disk.history():
+        manifest = disk.manifest_if_valid(name)
         if manifest is not None:
             return Ancestry.of(name, manifest)
     return Ancestry()

@@ -98,12 +98,72 @@ class Storage(Protocol):
     def remove(self, name: str) -> None:
         """Removes a checkpoint: first from `names()`, then its files. A crash between the two leaves no partial one."""
 
+    def manifest_if_valid(self, name: str) -> Manifest | None:
+        """The manifest; None if it is damaged or missing."""
+        with suppress(CheckpointError):
+            return self.manifest(name)
+        return None
 
-def manifest_if_valid(storage: Storage, name: str) -> Manifest | None:
-    """The manifest; None if it is damaged or missing."""
-    with suppress(CheckpointError):
-        return storage.manifest(name)
-    return None
+    def history(self) -> list[str]:
+        """The newest checkpoint and those of its ancestors that exist, the newest first.
+
+        If the newest is damaged or missing, `latest` names its ancestors. Without `latest` the newest is the one with
+        the highest step that is not orphaned. Damaged ones that would be the newest come first.
+        """
+        existing = highest_step_first(self.names())
+        damaged = list[str]()
+        for name in self._possible_newest(existing):
+            manifest = self.manifest_if_valid(name)
+            if manifest is not None:
+                ancestors = ancestors_among(ancestors_of(name, manifest), existing)
+                return [*damaged, name, *(each for each in ancestors if each != name)]
+            damaged.append(name)
+        return damaged
+
+    def _possible_newest(self, existing: Sequence[str]) -> Iterator[str]:
+        """Checkpoints that may be the newest, the most likely first."""
+        latest = self.latest
+        if latest.name in existing:
+            yield str(latest.name)
+        if latest.ancestors:
+            yield from (name for name in latest.ancestors if name in existing)
+            yield from (
+                name for name in existing if name not in latest.ancestors and is_ancestor(name, latest.ancestors)
+            )
+            return
+        manifests = filter(None, map(self.manifest_if_valid, existing))
+        orphaned = {name for manifest in manifests for name in manifest.orphaned}
+        yield from (name for name in existing if name != latest.name and name not in orphaned)
+
+    def orphans(self) -> list[str]:
+        """Checkpoints outside the history, the highest step first."""
+        ancestors = self.history()
+        return [name for name in highest_step_first(self.names()) if name not in ancestors]
+
+    def retain(self, rules: RetentionRules) -> None:
+        """Removes checkpoints of the history by `rules`; orphans stay. Reads manifests only for `rules.best`."""
+        names, newest_by_step = self.history(), dict[int, str]()
+        for name in names:
+            newest_by_step.setdefault(step_of(name), name)
+        unique = [*newest_by_step.values()]
+        best = self._best(unique, rules.best)
+        surplus = [name for name in unique[rules.newest :] if name not in best and not rules.keeps(name)]
+        older_saves = [name for name in names if name not in unique]  # of a step; its newest has the evaluation
+        for name in [*surplus, *(name for name in older_saves if name not in rules.in_use())]:
+            self.remove(name)
+
+    def _best(self, names: Iterable[str], count: int) -> list[str]:
+        checked = names if count else ()
+        losses = {name: loss for name in checked if (loss := self._held_out_loss(name)) is not None}
+        return sorted(losses, key=losses.__getitem__)[:count]
+
+    def _held_out_loss(self, name: str) -> float | None:
+        manifest = self.manifest_if_valid(name)
+        result = None if manifest is None else manifest.state.get("validation")
+        if manifest is None or not isinstance(result, dict) or result.get("step") != manifest.step:
+            return None
+        loss = result.get("loss")
+        return loss if isinstance(loss, float) and isfinite(loss) else None
 
 
 def is_ancestor(name: str, ancestors: Sequence[str]) -> bool:
@@ -124,43 +184,6 @@ def ancestors_among(ancestors: Sequence[str], existing: Iterable[str]) -> list[s
 def ancestors_of(name: str, manifest: Manifest) -> tuple[str, ...]:
     """The ancestors of the checkpoint `name`; for one of an earlier version the name itself (see `is_ancestor`)."""
     return (name,) if _is_legacy_name(name) else manifest.ancestors
-
-
-def history(storage: Storage) -> list[str]:
-    """The newest checkpoint and those of its ancestors that exist, the newest first.
-
-    If the newest is damaged or missing, `latest` names its ancestors. Without `latest` the newest is the one with the
-    highest step that is not orphaned. Damaged ones that would be the newest come first.
-    """
-    existing = highest_step_first(storage.names())
-    damaged = list[str]()
-    for name in _possible_newest(storage, existing):
-        manifest = manifest_if_valid(storage, name)
-        if manifest is not None:
-            ancestors = ancestors_among(ancestors_of(name, manifest), existing)
-            return [*damaged, name, *(each for each in ancestors if each != name)]
-        damaged.append(name)
-    return damaged
-
-
-def _possible_newest(storage: Storage, existing: Sequence[str]) -> Iterator[str]:
-    """Checkpoints that may be the newest, the most likely first."""
-    latest = storage.latest
-    if latest.name in existing:
-        yield str(latest.name)
-    if latest.ancestors:
-        yield from (name for name in latest.ancestors if name in existing)
-        yield from (name for name in existing if name not in latest.ancestors and is_ancestor(name, latest.ancestors))
-        return
-    manifests = filter(None, (manifest_if_valid(storage, name) for name in existing))
-    orphaned = {name for manifest in manifests for name in manifest.orphaned}
-    yield from (name for name in existing if name != latest.name and name not in orphaned)
-
-
-def orphans(storage: Storage) -> list[str]:
-    """Checkpoints outside the history, the highest step first."""
-    ancestors = history(storage)
-    return [name for name in highest_step_first(storage.names()) if name not in ancestors]
 
 
 @dataclass
@@ -245,32 +268,3 @@ class RetentionRules:
         """Whether a checkpoint is kept regardless of its age and loss."""
         step = step_of(name)
         return step in self.steps or name in self.in_use() or (self.every is not None and step % self.every == 0)
-
-
-def retain(storage: Storage, rules: RetentionRules) -> None:
-    """Removes checkpoints of the history by `rules`; orphans stay. Reads manifests only for `rules.best`."""
-    names, newest_by_step = history(storage), dict[int, str]()
-    for name in names:
-        newest_by_step.setdefault(step_of(name), name)
-    unique = [*newest_by_step.values()]
-    best = _best(storage, unique, rules.best)
-    surplus = [name for name in unique[rules.newest :] if name not in best and not rules.keeps(name)]
-    older_saves = [name for name in names if name not in unique]  # older saves of a step; its newest has the evaluation
-    for name in [*surplus, *(name for name in older_saves if name not in rules.in_use())]:
-        storage.remove(name)
-
-
-def _best(storage: Storage, names: Iterable[str], count: int) -> set[str]:
-    if not count:
-        return set()
-    losses = {name: loss for name in names if (loss := _held_out_loss(storage, name)) is not None}
-    return set(sorted(losses, key=losses.__getitem__)[:count])
-
-
-def _held_out_loss(storage: Storage, name: str) -> float | None:
-    manifest = manifest_if_valid(storage, name)
-    result = None if manifest is None else manifest.state.get("validation")
-    if manifest is None or not isinstance(result, dict) or result.get("step") != manifest.step:
-        return None
-    loss = result.get("loss")
-    return loss if isinstance(loss, float) and isfinite(loss) else None

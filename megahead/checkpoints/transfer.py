@@ -36,8 +36,6 @@ from megahead.checkpoints.store import (
     RetentionRules,
     is_checkpoint_name,
     new_checkpoint_name,
-    orphans,
-    retain,
     step_of,
 )
 from megahead.distributed.group import Group
@@ -195,17 +193,14 @@ def _fetch_files(remote: RemoteStorage, name: str, partial_folder: Path, manifes
 def fetch_to_cache(url: str) -> Path:
     """Fetches the newest valid checkpoint at a URL into this machine's cache, with the run's tokenizer and log."""
     run = RunFolder(cache_folder(url))
+    # The URL of the run, from that of its checkpoints folder or of one checkpoint. A run may have such a URL, too.
+    run_url = re.sub(rf"/{CHECKPOINTS}(/(step-)?\d+(-[0-9a-f]+)?)?/*$", "", url)
     with _locked(run):
         folder = fetch_checkpoint(url, run)
         paths = run.tokenizer_json, run.tokenizer_model, run.source_hf_files, run.metrics
-        files = (read_small_files(place, SINGLE_RANK, *paths) for place in (url, _run_url(url)))
+        files = (read_small_files(place, SINGLE_RANK, *paths) for place in (url, run_url))
         _write_files(next(filter(None, files), {}))
     return folder
-
-
-def _run_url(url: str) -> str:
-    """The URL of the run, from that of its checkpoints folder or of one checkpoint. A run may have such a URL, too."""
-    return re.sub(rf"/{CHECKPOINTS}(/(step-)?\d+(-[0-9a-f]+)?)?/*$", "", url)
 
 
 @contextmanager
@@ -237,9 +232,9 @@ def remove_superseded(remote: RemoteStorage, name: str, rules: RetentionRules) -
     older ones by `rules`."""
     remote.remove_partial(excluded=name)
     if remote.latest.name == name:
-        for orphan in orphans(remote):
+        for orphan in remote.orphans():
             remote.remove(orphan)
-        retain(remote, rules)
+        remote.retain(rules)
 
 
 RETRY_DELAYS = (0.0, 1.0, 10.0)

@@ -98,7 +98,8 @@ def refuse_unread_options(names: Sequence[str], arguments: argparse.Namespace) -
 
 
 def compare(tasks: Sequence[tuple[TaskData, FineTuningSettings]], arguments: argparse.Namespace, group: Group) -> None:
-    """Fine-tunes all models on all tasks, prints the table, and writes what the options name; collective."""
+    """Fine-tunes all models on all tasks, prints the table, and writes what the options name; rank 0 exports runs and
+    checkpoints. Collective; CheckpointError for decoders with tasks of retrieval."""
     from megahead.evaluate.finetuning import InitialModel
     from megahead.evaluate.finetuning_comparison import Comparison, FineTuningResults, comparison_table
     from megahead.hf.export import ensure_classifier_folder, ensure_encoder_folder

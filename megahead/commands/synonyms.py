@@ -33,7 +33,7 @@ def main() -> None:
     pairs = synonym_pairs(arguments.wordnet)
     results: dict[str, Similarities] = {}
     rows = []
-    for model in arguments.model:
+    for model in dict.fromkeys(arguments.model):
         weight_VD, tokenizer = load_input_embedding(model)
         result = results[str(model)] = similarities(weight_VD, load_tokenizer(tokenizer), pairs)
         synonyms, random = (  # means with their standard errors

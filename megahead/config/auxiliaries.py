@@ -189,30 +189,22 @@ class ReplacedTokensConfig(AuxiliarySettings):
         if objective.name == "vanilla":
             rule = "be left out of a vanilla objective, whose tokens are always drawn from all ids"
             require(self.draws == "group", f"{section}.draws", rule, got=self.draws)
-        subsets = masking.changed(*TOKEN_SUBSET_FIELDS)
-        conflicts = [
-            ("masking.diffusion", masking.diffusion, "whose model predicts no tokens"),
-            *(
-                (f"masking.{field}", subsets[field], "whose model reads all tokens, and no mask tokens")
-                for field in subsets
-            ),
-            ("masking.noise_share", masking.noise_share, "whose model finds all tokens that are not the text's"),
-            ("objective.schedule", objective.schedule and "given", "by which generator and model learn side by side"),
-            ("objective.vanilla_weight", objective.vanilla_weight, "whose generator has one head"),
-            (
-                "objective.candidates",
-                objective.candidates == "own" and "own",
-                "whose model reads the candidates' rows as inputs",
-            ),
-            ("init.from_hf", config.init and config.init.from_hf, "whose generator is in no such folder"),
-            (
-                "training.keep_best",
-                config.training.keep_best,
-                "where held-out loss is the generator's and not the model's",
-            ),
-        ]
-        for field, value, reason in conflicts:
-            refuse(field, value, f"with {section}, {reason}")
+        refuse("masking.diffusion", masking.diffusion, f"with {section}, whose model predicts no tokens")
+        why = f"with {section}, whose model reads all tokens, and no mask tokens"
+        for field, value in masking.changed(*TOKEN_SUBSET_FIELDS).items():
+            refuse(f"masking.{field}", value, why)
+        why = f"with {section}, whose model finds all tokens that are not the text's"
+        refuse("masking.noise_share", masking.noise_share, why)
+        why = f"with {section}, by which generator and model learn side by side"
+        refuse("objective.schedule", objective.schedule and "given", why)
+        why = f"with {section}, whose generator has one head"
+        refuse("objective.vanilla_weight", objective.vanilla_weight, why)
+        why = f"with {section}, whose model reads the candidates' rows as inputs"
+        refuse("objective.candidates", objective.candidates == "own" and "own", why)
+        why = f"with {section}, whose generator is in no such folder"
+        refuse("init.from_hf", config.init and config.init.from_hf, why)
+        why = f"with {section}, where held-out loss is the generator's and not the model's"
+        refuse("training.keep_best", config.training.keep_best, why)
 
     def generator_config(self, model: ModelConfig) -> ModelConfig:
         """The model with `generator_layers` layers."""

@@ -119,7 +119,9 @@ class BatchConfig(Settings):
     def _batch_size_hint(self, data_ranks: int, micro_groups: bool) -> str:
         """Suggests the largest micro-batch that keeps the global batch; if it cannot be split over all ranks, fewer
         ranks or the nearest global batches."""
-        nearest_sizes = _nearest_multiples(self.global_size, self.micro_size * data_ranks)
+        per_pass = self.micro_size * data_ranks
+        below = self.global_size // per_pass * per_pass
+        nearest_sizes = f"{below} or {below + per_pass}" if below else f"{per_pass}"
         if self.global_size % self.micro_size:
             return f"try {nearest_sizes}"
         ranks = max(n for n in range(1, min(data_ranks, self.global_size) + 1) if self.global_size % n == 0)
@@ -135,8 +137,3 @@ class BatchConfig(Settings):
         """The largest number of data ranks, at most `available`, that divides the global batch; 0 if none does."""
         micro_batches, remainder = divmod(self.global_size, self.micro_size)
         return 0 if remainder else max((d for d in range(1, available + 1) if micro_batches % d == 0), default=0)
-
-
-def _nearest_multiples(number: int, divisor: int) -> str:
-    below = number // divisor * divisor
-    return f"{below} or {below + divisor}" if below else f"{divisor}"

@@ -280,10 +280,6 @@ class ObjectiveConfig(Settings):
         shared = {name: getattr(self, name) for name in fields}
         return ObjectiveConfig(name="vanilla", output_bias=True, **shared)
 
-    def groups_are_micro_batches(self) -> bool:
-        """Whether each micro-batch is a candidate group, so that a smaller one has fewer candidates."""
-        return self.name == "headless" and self.group_samples == "micro_batch"
-
     def token_counts_needed_by(self) -> str | None:
         """The setting that needs token counts of the dataset, or None."""
         if self.bias == "corrected":

@@ -212,12 +212,12 @@ def deepspeed_config(run: RunConfig, data_ranks: int, device: str = "cpu") -> di
     require(allowed, "engine.activation_checkpointing", rule, got="`selective`")
     zero = _section(content, "zero_optimization")
     content = _with_defaults(content, communication_settings(zero, device, run.engine.precision, data_ranks))
+    # whether each micro-batch is a candidate group, so that a smaller one has fewer candidates
+    micro_groups = run.objective.name == "headless" and run.objective.group_samples == "micro_batch"
     derived: dict[str, Any] = {
         "train_batch_size": run.batch.global_size,
         "train_micro_batch_size_per_gpu": run.batch.micro_size,
-        "gradient_accumulation_steps": run.batch.accumulation_steps(
-            data_ranks, micro_groups=run.objective.groups_are_micro_batches()
-        ),
+        "gradient_accumulation_steps": run.batch.accumulation_steps(data_ranks, micro_groups=micro_groups),
         "managed_gradient_accumulation": True,
         "gradient_clipping": run.optimizer.gradient_clipping,
         "data_types": {"grad_accum_dtype": "fp32"},
@@ -277,17 +277,12 @@ def _section(content: dict[str, Any], name: str) -> dict[str, Any]:
 def _without_unused_offload(content: dict[str, Any]) -> dict[str, Any]:
     """`content` without `offload_optimizer` and `offload_param` that are null or whose device is none, DeepSpeed's
     default."""
-    zero = _section(content, "zero_optimization")
-    unused = [name for name in ("offload_optimizer", "offload_param") if _is_unused_offload(zero.get(name))]
-    return (
-        content | {"zero_optimization": {name: zero[name] for name in zero if name not in unused}}
-        if unused
-        else content
-    )
-
-
-def _is_unused_offload(section: Any) -> bool:
-    return section is None or (isinstance(section, dict) and section.get("device") in (None, "none"))
+    zero = dict(_section(content, "zero_optimization"))
+    for name in ("offload_optimizer", "offload_param"):
+        section = zero.get(name)
+        if section is None or (isinstance(section, dict) and section.get("device") in (None, "none")):
+            zero.pop(name, None)
+    return content | {"zero_optimization": zero}
 
 
 def _with_defaults(content: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
@@ -422,6 +417,44 @@ class RunPlan:
         """Samples in a candidate group; `saved`: their number in the checkpoint that is resumed."""
         return resolve_candidate_group_samples(self.config.objective, self.config.batch, self.data_ranks, saved)
 
+    # Whether micro-steps (a micro-batch forward and backward) are captured as CUDA graphs (`engine.graphs`).
+
+    def uses_cuda_graphs(self) -> bool:
+        """Whether the run uses graphs: on CUDA micro-steps are captured; on a CPU they only run on static inputs."""
+        return self.wants_graphs() and not self.graphs_unsupported_reason()
+
+    def wants_graphs(self) -> bool:
+        """Whether the run's config asks for graphs on its device."""
+        setting = self.config.engine.graphs
+        return self.device == "cuda" if setting == "auto" else setting
+
+    def graphs_unsupported_reason(self) -> str:
+        """The reason why a run's micro-steps cannot be captured; empty if they can."""
+        config, model, engine, masking = self.config, self.config.model, self.config.engine, self.config.masking
+        conditions = {
+            "tensor ranks communicate within a micro-step": config.parallel.tensor > 1,
+            f"ZeRO {self.zero_stage} communicates within a micro-step": self.zero_stage > 1,
+            "each step fetches other rows of the embedding": shards_embedding(config),
+            "fp16's loss scale changes": engine.precision == "fp16",
+            "dropout draws new masks": max(model.hidden_dropout, model.attention_dropout) > 0,
+            "recomputation saves the state of random numbers": bool(engine.activation_checkpointing),
+            "an auxiliary objective's sums are read in each micro-step": config.objective.auxiliary() is not None,
+            "some layers compute a part of the tokens": bool(subset_layers(config)),
+            "adaptive masking counts errors in each micro-step": masking is not None and masking.is_adaptive(),
+            "its attention reads lengths on the host": engine.attention == "documents" and self.device == "cuda",
+            "DeepSpeed handles gradients in hooks": self._handles_gradients_in_hooks(),
+        }
+        return next((reason for reason, holds in conditions.items() if holds), "")
+
+    def _handles_gradients_in_hooks(self) -> bool:
+        """Whether DeepSpeed's optimizer at stage 1 has hooks on gradients, in which it copies, sums or reduces them."""
+        zero, is_bf16 = self.zero, self.config.engine.precision == "bf16"
+        if self.zero_stage != 1 or zero.get("offload_optimizer"):
+            return self.zero_stage == 1
+        if is_bf16:
+            return bool(self.deepspeed["bf16"].get("immediate_grad_update"))
+        return bool(zero.get("overlap_comm")) or bool(zero.get("contiguous_gradients", True))
+
 
 def compile_conflict(config: RunConfig, zero_stage: int) -> str:
     """Why the settings keep blocks from being compiled; empty if they do not."""
@@ -432,48 +465,3 @@ def compile_conflict(config: RunConfig, zero_stage: int) -> str:
     if config.engine.activation_checkpointing == "selective":
         return "selective checkpointing looks at operations that a compiled block no longer has"
     return ""
-
-
-# Which runs capture micro-steps (a micro-batch forward and backward) as CUDA graphs (`engine.graphs`).
-
-
-def uses_cuda_graphs(plan: RunPlan) -> bool:
-    """Whether the run uses graphs: on CUDA micro-steps are captured; on a CPU they only run on static inputs."""
-    return wants_graphs(plan) and not graphs_unsupported_reason(plan)
-
-
-def wants_graphs(plan: RunPlan) -> bool:
-    """Whether the run's config asks for graphs on its device."""
-    setting = plan.config.engine.graphs
-    return plan.device == "cuda" if setting == "auto" else setting
-
-
-def graphs_unsupported_reason(plan: RunPlan) -> str:
-    """The reason why a run's micro-steps cannot be captured; empty if they can."""
-    config = plan.config
-    model, objective, engine = config.model, config.objective, config.engine
-    conditions = {
-        "tensor ranks communicate within a micro-step": config.parallel.tensor > 1,
-        f"ZeRO {plan.zero_stage} communicates within a micro-step": plan.zero_stage > 1,
-        "each step fetches other rows of the embedding": shards_embedding(config),
-        "fp16's loss scale changes": engine.precision == "fp16",
-        "dropout draws new masks": max(model.hidden_dropout, model.attention_dropout) > 0,
-        "recomputation saves the state of random numbers": bool(engine.activation_checkpointing),
-        "an auxiliary objective's sums are read in each micro-step": objective.auxiliary() is not None,
-        "some layers compute a part of the tokens": bool(subset_layers(config)),
-        "adaptive masking counts errors in each micro-step": config.masking is not None
-        and config.masking.is_adaptive(),
-        "its attention reads lengths on the host": engine.attention == "documents" and plan.device == "cuda",
-        "DeepSpeed handles gradients in hooks": _handles_gradients_in_hooks(plan),
-    }
-    return next((reason for reason, holds in conditions.items() if holds), "")
-
-
-def _handles_gradients_in_hooks(plan: RunPlan) -> bool:
-    """Whether DeepSpeed's optimizer at stage 1 has hooks on gradients, in which it copies, sums or reduces them."""
-    zero, is_bf16 = plan.zero, plan.config.engine.precision == "bf16"
-    if plan.zero_stage != 1 or zero.get("offload_optimizer"):
-        return plan.zero_stage == 1
-    if is_bf16:
-        return bool(plan.deepspeed["bf16"].get("immediate_grad_update"))
-    return bool(zero.get("overlap_comm")) or bool(zero.get("contiguous_gradients", True))

@@ -106,8 +106,7 @@ class RunConfig(Settings):
         tensor = self.parallel.tensor
         if not self.parallel.elastic:
             return available
-        if available < tensor:
-            raise ConfigError("parallel.tensor", f"be at most the number of ranks ({available})", got=tensor)
+        require(available >= tensor, "parallel.tensor", f"be at most the number of ranks ({available})", got=tensor)
         return tensor * self.batch.max_data_ranks(available // tensor)
 
     def sample_length(self) -> int:

@@ -271,7 +271,7 @@ def _write_datasets(
             report.dropped["repeated"] += sequences.num_repeated
             ids_N, starts, times_N = _without_unknown(sequences, vocabulary, report)
             for name, (first, end) in _split(starts, times_N, cut_times, report).items():
-                lengths = end - first
+                lengths = end - first  # of documents, before each is closed by the end id
                 ends = np.cumsum(lengths)
                 positions = np.arange(int(lengths.sum())) + np.repeat(end - ends, lengths)
                 writers[name].add_documents(np.insert(ids_N[positions], ends, END_ID), lengths + 1)

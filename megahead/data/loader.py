@@ -240,7 +240,7 @@ def _make_collator(config: RunConfig, text: TrainingText | None = None, steps_be
     strategy, seed = (Uniform(), 0) if text is None else (build_strategy(masking, text), config.seed)
     if masking.diffusion:
         return DiffusionCollator(row_builder, seed, strategy)
-    importance = None
+    importance = None  # held-out rows have no training text to weigh tokens by, and drop none
     if text is not None and masking.dropping is not None:
         importance = STRATEGIES[masking.dropping.by](masking, replace(text, setting="masking.dropping.by"))
     return MaskingCollator(

@@ -75,10 +75,10 @@ class Tokenizer:
     that token."""
 
     def __init__(self, path: str | Path, engine: Engine = "tokenizers") -> None:
-        self.path = Path(path)
-        if not self.path.is_file():
+        self.path = path = Path(path)
+        if not path.is_file():
             raise DataError(f"`{path}` must be a tokenizer.json file or a .model, but there is none; check the path.")
-        stat = self.path.stat()
+        stat = path.stat()
         version = stat.st_ino, stat.st_size, stat.st_mtime_ns  # which change with the file
         self._reference = _load_reference(self.path, version)
         self.engine: Engine = "sentencepiece" if isinstance(self._reference, _SentencePieceModel) else engine

@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from types import MappingProxyType
@@ -74,11 +74,6 @@ class Launch:
 
     host_timeout_seconds: float | None = None
     """A machine that does not answer for so long is lost; None: only its ranks are monitored."""
-
-    def with_world_size(self, world_size: int, host_timeout_seconds: float) -> Launch:
-        """A copy in which the ranks from `world_size` on are spare ranks, which can replace a lost machine."""
-        spare_ranks = self.world_size - world_size
-        return replace(self, world_size=world_size, spare_ranks=spare_ranks, host_timeout_seconds=host_timeout_seconds)
 
 
 def read_launch(environment: Mapping[str, str]) -> Launch:

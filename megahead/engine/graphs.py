@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megahead.config.plan import RunPlan, graphs_unsupported_reason, wants_graphs
+from megahead.config.plan import RunPlan
 from megahead.engine.deepspeed import mark_gradients
 from megahead.objectives.micro_batch import MicroBatch
 
@@ -31,9 +31,9 @@ that most runs have one to four shapes."""
 
 def describe_graphs(plan: RunPlan) -> list[tuple[str, str]]:
     """(name, text) of the line about graphs at a run's start, if its config asks for them on its device."""
-    if not wants_graphs(plan):
+    if not plan.wants_graphs():
         return []
-    if reason := graphs_unsupported_reason(plan):
+    if reason := plan.graphs_unsupported_reason():
         return [("graphs", f"no, {reason}")]
     on_gpu = f"one for each shape of a micro-batch, {MAX_GRAPHS} at most"
     return [("graphs", on_gpu if plan.device == "cuda" else "static inputs alone, since a CPU has no graphs")]

@@ -104,7 +104,8 @@ class ValidationSet:
         loss, correct, targets, weight, *sums = self._group.all_reduce_(totals).tolist()
         loss, info, bits = loss / max(weight, 1.0), self._samples.dataset.info, None
         predicted = None if info is None else self._collator.num_predicted_tokens(info)
-        if info and info.text_bytes and predicted is not None:  # bytes a token of the whole dataset: an average
+        if info and info.text_bytes and predicted is not None:  # None if only masked tokens count
+            # bytes a token of the whole dataset: exact only if all of it was read
             bits = loss / log(2) / (info.text_bytes / max(predicted, 1))
         means = self._auxiliary.means(dict(zip(names, sums, strict=True))) if self._auxiliary and names else None
         accuracy, bound = correct / max(targets, 1), self._collator.loss_is_upper_bound

@@ -20,7 +20,7 @@ from megahead.checkpoints.store import without_suffix
 from megahead.config.objective import HeadName
 from megahead.data.tokenizer import has_fingerprint, tokenizer_fingerprint
 from megahead.errors import CheckpointError, FieldError
-from megahead.files import atomic_folder, read_json, sha256_of
+from megahead.files import atomic_folder, read_json_object, sha256_of
 from megahead.hf.card import CardMetadata, model_card, serving_support_of
 from megahead.hf.families import Family
 from megahead.hf.heads import DTYPES, ExportTarget, Head, best_head
@@ -70,7 +70,7 @@ def export(
 
     An encoder becomes a `BertForMaskedLM` or `BertModel`, without token types a DistilBERT, or a
     `ModernBertForMaskedLM`, where it is causal a `ModernBertDecoderForCausalLM`; a Llama becomes a `LlamaForCausalLM`,
-    `Qwen2ForCausalLM` or `Qwen3ForCausalLM`, and with a bias in its head the class of `megahead/hf/llama.py`.
+    `Qwen2ForCausalLM` or `Qwen3ForCausalLM`, and with a bias in its head the class of `megahead/hf/decoders.py`.
 
     checkpoint: a step folder, or a run (its newest). keep_padding: keep the rows that pad the vocabulary; a decoder's
     head is then stored separately from its embedding, with a bias folded in that gives these rows no probability.
@@ -192,8 +192,7 @@ def _head_chunks(model: TrainedModel, head: Head, matrix: str, num_rows: int) ->
 # Writes a safetensors file chunk by chunk, so that memory holds one chunk and not the model.
 #
 # The layout is public and tiny: the header's length (8 bytes, little-endian), a JSON header with each tensor's dtype,
-# shape and byte range, then the bytes, row-major and little-endian. The library's own writer needs all tensors at
-# once.
+# shape and byte range, then the bytes, row-major and little-endian. The library's own writer needs all at once.
 
 _DTYPE_CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
@@ -273,7 +272,7 @@ def ensure_hf_folder(path: Path, choose_head: Callable[[TrainedModel], HeadName]
     head = choose_head(model)
     output = model.run_folder().exports / f"{without_suffix(model.checkpoint.folder.name)}-{head}"
     is_tokenizer_missing = model.tokenizer_path() is not None and not (output / "tokenizer.json").is_file()
-    made_from = read_json(output / PARITY_FILE) or {}
+    made_from = read_json_object(output / PARITY_FILE)
     if is_tokenizer_missing or not _source_fingerprint(model).items() <= made_from.items():
         export(model.checkpoint.folder, output, head)
     return output

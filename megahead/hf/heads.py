@@ -11,12 +11,29 @@ from torch import Tensor
 
 from megahead.config.model import ModelConfig
 from megahead.config.objective import HeadName
-from megahead.errors import CheckpointError, UserError
+from megahead.errors import CheckpointError, FieldError, UserError
+from megahead.hf.decoders import DECODERS, LLAMA_WITH_HEAD_BIAS, model_type_of
+from megahead.hf.encoders import ENCODERS
 from megahead.hf.families import Family
-from megahead.hf.registry import export_family
 from megahead.hf.trained import BACKBONE, EMBEDDING, HEAD, MASK_HEAD, TrainedModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def export_family(model: ModelConfig, *, head_bias: bool = False) -> Family:
+    """Returns the family that `model` is exported as: a Llama as Llama, Qwen 2 or Qwen 3 by its settings, with a head
+    bias as ERNIE 4.5; a BERT without token types as DistilBERT, a causal ModernBERT as ModernBERT decoder. FieldError
+    for a causal BERT or RoBERTa, which transformers lacks."""
+    if model.family == "llama":
+        return LLAMA_WITH_HEAD_BIAS if head_bias else DECODERS[model_type_of(model)]
+    if model.family == "modernbert":
+        return ENCODERS["modernbert-decoder" if model.is_causal else "modernbert"]
+    if model.is_encoder() and model.is_causal:
+        rule, hint = f"be false in a {model.family} that is exported", "a modernbert is exported either way"
+        raise FieldError("model.is_causal", rule, got="true", hint=hint)
+    bert = "bert" if model.token_types else "distilbert"
+    model_types = {"bert": bert, "gemma3": "gemma3_text", "xlm_roberta": "xlm-roberta"}
+    return (DECODERS | ENCODERS)[model_types.get(model.family, model.family)]
 
 
 @dataclass(frozen=True)
@@ -109,7 +126,7 @@ def _require_inverse(weight_D: Tensor, subject: str, action: str, norm: str, alt
 # a folded bias too, 0 except for those rows: without one they would have a share of the probability.
 #
 # After an RMS norm nothing can be folded in. A Llama with a head bias is exported as a class that has one
-# (`megahead/hf/llama.py`). One with norms of queries and keys cannot have that head: no class has both.
+# (`megahead/hf/decoders.py`). One with norms of queries and keys cannot have that head: no class has both.
 #
 # V vocabulary, D features; v rows of one chunk.
 

@@ -25,13 +25,17 @@ from megahead.data.tokenizer import copy_tokenizer
 from megahead.distributed.tensors import block_ranges, finite_blocks, join_blocks
 from megahead.errors import CheckpointError, ConfigError, FieldError
 from megahead.files import atomic_folder, write_atomically
-from megahead.hf.bert import position_offset
+from megahead.hf.decoders import DECODERS
+from megahead.hf.encoders import ENCODERS as HF_ENCODERS
+from megahead.hf.encoders import WITH_POSITION_OFFSET, position_offset
 from megahead.hf.families import Family, filled_settings, require_key
-from megahead.hf.registry import FAMILIES, WITH_POSITION_OFFSET
 from megahead.hf.settings import ENCODER_TOKEN_NAMES, HFSettings
 from megahead.hf.trained import EMBEDDING, HEAD, MASK_HEAD, TARGET_COUNTS, TrainedModel
 from megahead.objectives.pretraining import weight_shapes
 from megahead.run_folder import RunFolder
+
+FAMILIES = DECODERS | HF_ENCODERS
+"""The models of Hugging Face that are imported, by `model_type`."""
 
 _IGNORED_SETTINGS = (
     "is_causal",

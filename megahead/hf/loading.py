@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from logging import getLogger
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,10 @@ from transformers.utils import logging
 
 from megahead.distributed.tensors import require_finite
 from megahead.errors import CheckpointError
-from megahead.hf.bert import position_offset
-from megahead.hf.importing import max_positions, read_hf_config, require_tokenizer
-from megahead.hf.llama import LLAMA
-from megahead.hf.registry import DECODERS, ENCODERS, WITH_POOLER, WITH_POSITION_OFFSET
+from megahead.files import read_json_object
+from megahead.hf.decoders import DECODERS, LLAMA
+from megahead.hf.encoders import ENCODERS, WITH_POOLER, WITH_POSITION_OFFSET, position_offset
+from megahead.hf.importing import max_positions, require_tokenizer
 from megahead.hf.settings import PADDING_TOKENS, HFSettings
 
 
@@ -54,7 +54,7 @@ def load_backbone(folder: str | Path, dtype: torch.dtype = torch.float32, *, off
 
 def is_encoder(folder: Path) -> bool:
     """Whether config.json in `folder` names a model that predicts masked tokens."""
-    hf_config = _hf_config_or_empty(folder)
+    hf_config = read_json_object(folder / "config.json")
     is_masked_lm = any(name.endswith("ForMaskedLM") for name in hf_config.get("architectures") or ())
     family = ENCODERS.get(hf_config.get("model_type", ""))
     return is_masked_lm or (family is not None and family.head_type == "MaskedLM")
@@ -111,7 +111,7 @@ def _require_keys(
 
 def read_context_length(folder: Path) -> int | None:
     """Returns the most tokens that the model in `folder` reads, or None if its config.json has no limit."""
-    return max_positions(_hf_config_or_empty(folder))
+    return max_positions(read_json_object(folder / "config.json"))
 
 
 class WordStreamer(TextStreamer):
@@ -151,7 +151,7 @@ def load_tokenizer_folder(folder: Path) -> Any:
         ids = HFSettings.from_folder(folder).special_ids(file)
         for role in (role for role, id_ in ids.items() if id_ is not None and getattr(tokenizer, role) is None):
             setattr(tokenizer, role, tokenizer.convert_ids_to_tokens(ids[role]))
-    tokenizer.pad_token = _padding_token(tokenizer, _hf_config_or_empty(folder))
+    tokenizer.pad_token = _padding_token(tokenizer, read_json_object(folder / "config.json"))
     if getattr(tokenizer.backend_tokenizer.model, "dropout", None):
         tokenizer.backend_tokenizer.model.dropout = None
     return tokenizer
@@ -169,21 +169,14 @@ def _padding_token(tokenizer: Any, hf_config: Mapping[str, Any]) -> str | None:
     return tokenizer.pad_token or spelled or tokenizer.eos_token
 
 
-def _hf_config_or_empty(folder: Path) -> Mapping[str, Any]:
-    """Returns the content of config.json; empty without one (loading the model then raises)."""
-    with suppress(CheckpointError):
-        return read_hf_config(folder)
-    return {}
-
-
 def _pooler_options(folder: Path) -> dict[str, Any]:
-    has_pooler = _hf_config_or_empty(folder).get("model_type") in WITH_POOLER
+    has_pooler = read_json_object(folder / "config.json").get("model_type") in WITH_POOLER
     return {"add_pooling_layer": False} if has_pooler else {}
 
 
 def _offload_options(folder: Path, offload_folder: Path | None, *, head: bool) -> dict[str, Any]:
     """Returns transformers' options that leave a decoder's weights on disk; none for a model that is loaded whole."""
-    model_type = _hf_config_or_empty(folder).get("model_type")
+    model_type = read_json_object(folder / "config.json").get("model_type")
     if offload_folder is None or model_type in ENCODERS:
         return {}
     family = DECODERS.get(model_type or "", LLAMA)

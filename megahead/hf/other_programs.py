@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
-from megahead.config.model import ModelConfig
 from megahead.config.objective import HeadName
 from megahead.config.run import RunConfig
 from megahead.errors import CheckpointError, FieldError
-from megahead.files import read_json
+from megahead.files import read_json, read_json_object
 
 # How an encoder's folder makes one vector of a text's hidden states: the files of sentence-transformers.
 
 PoolingName = Literal["cls", "mean"]
-"""cls: the hidden state of [CLS]; mean: the mean over all tokens, [CLS] and [SEP] included. Both are scaled to length
-1."""
+"""cls: the hidden state of [CLS]; mean: the mean over all tokens, [CLS] and [SEP] included. Both have length 1."""
 
 POOLINGS: tuple[PoolingName, ...] = get_args(PoolingName)
 
 MODULES_FILE, _LENGTH_FILE = "modules.json", "sentence_bert_config.json"
 _MODULES = (("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize"))
 _POOLING_BY_KEY: dict[str, PoolingName] = {"pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean"}
-"""Keys of 1_Pooling/config.json that all versions of sentence-transformers read; version 5 also writes
-`pooling_mode`."""
+"""Keys of 1_Pooling/config.json that all sentence-transformers read; version 5 also writes `pooling_mode`."""
 
 
 def require_pooling(pooling: str, *, is_masked_lm: bool) -> None:
@@ -75,7 +72,7 @@ def read_pooling(folder: Path) -> PoolingName | None:
     if further := sorted(paths.keys() - {name for name, _ in _MODULES}):
         layers = ", ".join(further)
         raise CheckpointError(f"`{folder}` must have no layers after its pooling, but has {layers}; give --pooling.")
-    settings = _read_object(folder / paths.get("Pooling", "1_Pooling") / "config.json")
+    settings = read_json_object(folder / paths.get("Pooling", "1_Pooling") / "config.json")
     keys = [key for key, is_used in settings.items() if key.startswith("pooling_mode_") and is_used]
     names = settings.get("pooling_mode") or [_POOLING_BY_KEY.get(key, key) for key in keys]
     names = [names] if isinstance(names, str) else list(names)
@@ -89,14 +86,9 @@ def read_pooling(folder: Path) -> PoolingName | None:
 def max_text_tokens(folder: Path, context: int) -> int:
     """Returns the most tokens of a text, [CLS] and [SEP] included, as sentence-transformers reads it: by
     sentence_bert_config.json or else the tokenizer's settings, at most `context`."""
-    lengths = _read_object(folder / _LENGTH_FILE), _read_object(folder / "tokenizer_config.json")
+    lengths = read_json_object(folder / _LENGTH_FILE), read_json_object(folder / "tokenizer_config.json")
     limit = lengths[0].get("max_seq_length") or lengths[1].get("model_max_length") or context
     return min(int(limit), context)
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    content = read_json(path)
-    return content if isinstance(content, dict) else {}
 
 
 # Which heads of a model vLLM and llama.cpp serve, by the lists of names of vLLM 0.33 and gguf 0.19.
@@ -116,7 +108,11 @@ _SERVED_HEADS: dict[str, tuple[Heads, Heads]] = {
 def serving_support(config: RunConfig, head: HeadName | None = None, *, has_bias: bool = False) -> str:
     """Returns a sentence: which of the run's possible heads vLLM and llama.cpp serve, and whether they serve an export
     with `head`. `has_bias`: whether that export has a bias in its head."""
-    heads_by_program = _heads_by_program(config.model)
+    model = config.model
+    is_distilbert = model.family == "bert" and not model.token_types
+    is_unlisted = is_distilbert or (model.is_encoder() and model.is_causal)  # the latter: ModernBertDecoder
+    vllm_and_llama_cpp = ((), ()) if is_unlisted else _SERVED_HEADS[model.family]
+    heads_by_program = dict(zip(("vLLM", "llama.cpp"), vllm_and_llama_cpp, strict=True))
     stored_as = {head: _stored_head(config, head, config.objective.output_bias) for head in possible_heads(config)}
     served = ([head for head in stored_as if stored_as[head] in heads] for heads in heads_by_program.values())
     vllm, llama_cpp = (f"--head {', '.join(heads)}" if heads else "none of its heads" for heads in served)
@@ -125,12 +121,6 @@ def serving_support(config: RunConfig, head: HeadName | None = None, *, has_bias
         return listed
     programs = [name for name, heads in heads_by_program.items() if _stored_head(config, head, has_bias) in heads]
     return f"{listed}; this export: {' and '.join(programs) or 'neither'}"
-
-
-def _heads_by_program(model: ModelConfig) -> dict[str, Heads]:
-    is_distilbert = model.family == "bert" and not model.token_types
-    is_unlisted = is_distilbert or (model.is_encoder() and model.is_causal)  # the latter: ModernBertDecoder
-    return dict(zip(("vLLM", "llama.cpp"), ((), ()) if is_unlisted else _SERVED_HEADS[model.family], strict=True))
 
 
 def possible_heads(config: RunConfig) -> list[HeadName]:

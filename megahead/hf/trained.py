@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from megahead.checkpoints.reading import Checkpoint, open_checkpoint, target_samples
-from megahead.config.loading import config_from_checkpoint
 from megahead.config.objective import HeadName
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group
@@ -47,9 +46,9 @@ class TrainedModel:
     @staticmethod
     def from_checkpoint(checkpoint: Checkpoint) -> TrainedModel:
         """Returns the model in an open checkpoint."""
-        config = config_from_checkpoint(checkpoint.config, source=f"the configuration in {checkpoint.folder}")
         names = [name.removeprefix("weight/") for name in checkpoint.names() if name.startswith("weight/")]
-        return TrainedModel(checkpoint, config, {name: checkpoint.shape(f"weight/{name}") for name in names})
+        shapes = {name: checkpoint.shape(f"weight/{name}") for name in names}
+        return TrainedModel(checkpoint, checkpoint.run_config(), shapes)
 
     def without_mask_decoder(self) -> TrainedModel:
         """Returns the part that is used after training: all layers but those of `mask_decoder_layers`."""

@@ -15,7 +15,6 @@ from megahead.checkpoints.format import run_generator_on_all_ranks, run_on_all_r
 from megahead.checkpoints.reading import Checkpoint
 from megahead.config.base import require
 from megahead.config.data import DataConfig
-from megahead.config.loading import config_from_checkpoint
 from megahead.config.plan import Phase, matching_phase, same_objective
 from megahead.config.run import RunConfig
 from megahead.data.indexed import IndexedDataset, fetch_dataset, require_same_tokenizer
@@ -204,14 +203,9 @@ def data_fingerprints(config: RunConfig, datasets: RunDatasets) -> dict[str, Any
     }
 
 
-def saved_config(checkpoint: Checkpoint) -> RunConfig:
-    """The config of the phase that saved `checkpoint`."""
-    return config_from_checkpoint(checkpoint.config, source=f"the configuration in {checkpoint.folder}")
-
-
 def is_from_another_phase(checkpoint: Checkpoint, config: RunConfig) -> bool:
     """Whether `checkpoint` was trained with another objective or attention direction than `config`."""
-    return not same_objective(saved_config(checkpoint), config)
+    return not same_objective(checkpoint.run_config(), config)
 
 
 def require_same_run(checkpoint: Checkpoint, config: RunConfig, fingerprints: dict[str, Any]) -> None:
@@ -219,7 +213,7 @@ def require_same_run(checkpoint: Checkpoint, config: RunConfig, fingerprints: di
 
     `config`: of the whole run (the checkpoint has that of its phase); `fingerprints`: the current `data_fingerprints`.
     """
-    saved = saved_config(checkpoint)
+    saved = checkpoint.run_config()
     phase = matching_phase(config, saved)
     steps = saved.training.steps
     saved_values = saved.flat() | saved.schedule.resolved_steps(steps)

@@ -19,7 +19,6 @@ from megahead.checkpoints.reading import Checkpoint, first_valid, target_samples
 from megahead.checkpoints.store import (
     Ancestry,
     ancestors_among,
-    history,
     is_ancestor,
     is_checkpoint_name,
     new_checkpoint_name,
@@ -33,7 +32,6 @@ from megahead.distributed.tensors import is_finite
 from megahead.engine.engine import Engine
 from megahead.errors import CheckpointError
 from megahead.run_folder import RunFolder
-from megahead.train.datasets import saved_config
 from megahead.train.start import WithInitialHead, refuse_damaged
 
 _KEPT_COUNTERS = {
@@ -249,13 +247,13 @@ class RunHistory:
     def last_common_step(self) -> int:
         """The step of the newest checkpoint that the disk's `latest` leads to and from which the present weights
         descend; log records up to it are valid."""
-        names = history(DiskStorage(self.root))
+        names = DiskStorage(self.root).history()
         return max((step_of(name) for name in names if is_ancestor(name, self.ancestry.ancestors)), default=0)
 
     def orphaned_by_next_save(self) -> list[str]:
         """Checkpoints that the disk's `latest` leads to, but from which the present weights do not descend: the next
         save makes them orphans."""
-        return [name for name in history(DiskStorage(self.root)) if not is_ancestor(name, self.ancestry.ancestors)]
+        return [name for name in DiskStorage(self.root).history() if not is_ancestor(name, self.ancestry.ancestors)]
 
     def folders(self) -> list[Path]:
         """The existing ancestors, the newest first."""
@@ -323,7 +321,7 @@ class Progress:
 
     def _reset_after_phase_change(self, checkpoint: Checkpoint) -> None:
         """Resets recent losses and target counts if those of the checkpoint's phase do not apply to this phase."""
-        saved, config = saved_config(checkpoint), self.phase.config
+        saved, config = checkpoint.run_config(), self.phase.config
         if not same_objective(saved, config):
             self.state.recent_losses.clear()
         if saved.model.is_causal != config.model.is_causal:

@@ -18,7 +18,7 @@ from torch import nn
 
 from megahead.checkpoints.disk import step_folders
 from megahead.checkpoints.store import step_of
-from megahead.config.plan import RunPlan, compile_conflict, phase_at, uses_cuda_graphs
+from megahead.config.plan import RunPlan, compile_conflict, phase_at
 from megahead.config.run import RunConfig
 from megahead.config.token_subsets import subset_layers
 from megahead.data.strategy import TargetErrorCounts
@@ -61,8 +61,7 @@ class Run:
     """The result of `pretrain`; the same on every rank, except `interrupted`, and on spare ranks the perplexity."""
 
     folder: RunFolder
-    """The run's folder, which exports and evaluations take, with its paths: `folder.metrics`, `folder.checkpoints`,
-    ..."""
+    """The run's folder, which exports and evaluations take, with its paths, such as `folder.metrics`."""
 
     step: int
     """Optimizer steps applied in all sessions (launches of the run) together."""
@@ -72,8 +71,7 @@ class Run:
     case, unless it was stopped before its first step."""
 
     held_out_perplexity: float | None
-    """exp(loss) of the last evaluation during training (an upper bound for masked diffusion), or None; None on
-    spare ranks."""
+    """exp(loss) of the last evaluation in training (for masked diffusion a bound), or None; None on spare ranks."""
 
     interrupted: bool = False
     """Whether Ctrl-C (SIGINT) stopped this process."""
@@ -102,7 +100,9 @@ def elastic_launch(config: RunConfig, launch: Launch) -> Launch:
     if launch.ranks_per_node % config.parallel.tensor:
         rule = f"divide the ranks of a node ({launch.ranks_per_node}) under parallel.elastic"
         raise ConfigError("parallel.tensor", rule, got=config.parallel.tensor)
-    return launch.with_world_size(config.usable_ranks(launch.world_size), LOST_HOST_SECONDS)
+    num_training = config.usable_ranks(launch.world_size)
+    spare_ranks = launch.world_size - num_training  # they can replace a lost machine
+    return replace(launch, world_size=num_training, spare_ranks=spare_ranks, host_timeout_seconds=LOST_HOST_SECONDS)
 
 
 def describe_elastic(plan: RunPlan, launch: Launch) -> list[tuple[str, str]]:
@@ -215,7 +215,9 @@ def explain_out_of_memory(plan: RunPlan) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError, OverflowError, OSError) as error:
-        if not _is_out_of_memory(error):
+        is_typed = isinstance(error, MemoryError | torch.OutOfMemoryError)
+        is_typed = is_typed or getattr(error, "errno", None) == errno.ENOMEM
+        if not is_typed and not any(text in str(error) for text in _OUT_OF_MEMORY_MESSAGES):
             raise
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         required = format_gib(rank_memory(plan).total)
@@ -223,12 +225,6 @@ def explain_out_of_memory(plan: RunPlan) -> Iterator[None]:
             f"memory must hold a rank's share of the run, at ZeRO {plan.zero_stage} about {required}, but does not "
             f"({reason}); {', or '.join(memory_reductions(plan))}."
         ) from error
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return getattr(error, "errno", None) == errno.ENOMEM or any(text in str(error) for text in _OUT_OF_MEMORY_MESSAGES)
 
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -424,7 +420,7 @@ def _banner_lines(session: Session, plan: RunPlan, state: TrainingState) -> list
         *describe_elastic(plan, session.launch),
         ("on", f"{plan.ranks} x {device_name(session.device)}{note}"),
         *describe_precision(plan, session.device),
-        *([] if uses_cuda_graphs(plan) else describe_launches(plan, device_peak)),
+        *([] if plan.uses_cuda_graphs() else describe_launches(plan, device_peak)),
     ]
 
 
@@ -442,7 +438,7 @@ def _build_loader(session: Session, plan: RunPlan, state: TrainingState) -> Step
         seed=config.seed,
         device=session.device,
         half_precision=config.engine.precision != "fp32",
-        static_shapes=uses_cuda_graphs(plan),
+        static_shapes=plan.uses_cuda_graphs(),
         collator=training_row_collator(config, session.datasets.train, state.target_error_counts, steps_before_masking),
         auxiliary=auxiliary_class(config.objective.auxiliary_or_empty()),
         # for planning which rows of the embedding each rank fetches
@@ -465,6 +461,6 @@ def build_engine(
     shard_embedding_(pretraining.backbone, config, mesh, device)
     optimizer, arguments = build_optimizer(pretraining, config.optimizer), {"mesh": mesh, "device": device}
     engine = start_engine(pretraining, optimizer=optimizer, config=plan.deepspeed, weights=weights, **arguments)
-    if uses_cuda_graphs(plan):
+    if plan.uses_cuda_graphs():
         engine.capture_micro_steps()
     return engine, engine_lines + describe_graphs(plan)

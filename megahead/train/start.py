@@ -31,11 +31,11 @@ from megahead.errors import CheckpointError, ConfigError
 from megahead.hf.importing import HFModel
 from megahead.hf.trained import EMBEDDING, HEAD, OUTPUT_BIAS, TrainedModel
 from megahead.objectives.auxiliary import auxiliary_class
-from megahead.objectives.pretraining import TEMPERATURE, InitialWeights, initial_weights, weight_shapes
+from megahead.objectives.pretraining import TEMPERATURE, initial_weights, weight_shapes
 from megahead.optim import learning_rate_ratio
 from megahead.remote_files import is_remote
 from megahead.run_folder import RunFolder
-from megahead.train.datasets import is_from_another_phase, saved_config
+from megahead.train.datasets import is_from_another_phase
 from megahead.wording import pluralize
 
 
@@ -80,7 +80,7 @@ class ResumePoint:
         run was made longer."""
         if self.checkpoint is None or self.step >= config.training.steps:
             return []
-        saved = saved_config(self.checkpoint)
+        saved = self.checkpoint.run_config()
         rate, saved_rate = self._learning_rate(config), self._learning_rate(saved)
         if isclose(rate, saved_rate, rel_tol=1e-6):
             return []
@@ -178,8 +178,10 @@ class WithInitialHead:
             return self._saved().blocks(key)
         if name == HEAD:
             weight = self.checkpoint.blocks(f"weight/{EMBEDDING}")
-        else:
-            weight = iter([initial_output_bias(self.checkpoint)])
+        else:  # the training-free head's bias, zeros if the model needs none; zeros also for the padding
+            model = TrainedModel.from_checkpoint(self.checkpoint)
+            bias_V = model.training_free_bias()
+            weight = iter([F.pad(bias_V, (0, model.config.model.padded_vocab_size() - len(bias_V)))])
         return weight if key.endswith(f"weight/{name}") else (torch.zeros_like(block) for block in weight)
 
     def _saved(self) -> FiniteTensors:
@@ -189,13 +191,6 @@ class WithInitialHead:
         """The head's parameter in `key`, if the checkpoint lacks it."""
         name = next((name for name in (HEAD, OUTPUT_BIAS) if key.endswith(f"/{name}")), None)
         return None if name is None or f"weight/{name}" in self.checkpoint.names() else name
-
-
-def initial_output_bias(checkpoint: Checkpoint) -> Tensor:
-    """[padded vocabulary]: the training-free head's bias; zeros if the model in `checkpoint` needs none."""
-    model = TrainedModel.from_checkpoint(checkpoint)
-    bias_V = model.training_free_bias()
-    return F.pad(bias_V, (0, model.config.model.padded_vocab_size() - len(bias_V)))
 
 
 def starting_weights(config: RunConfig, world_group: Group, resumed: Checkpoint | None = None) -> TensorSource:
@@ -277,27 +272,21 @@ def _checkpoint_weights(
 
 @dataclass(frozen=True)
 class _HFWeights:
-    """The weights of a Hugging Face folder, and initial ones for parameters that it cannot have."""
+    """The weights of a Hugging Face folder, as parameters of these shapes."""
 
     model: HFModel
-    initial: InitialWeights
-
-    new_prefixes: tuple[str, ...]
-    """Name prefixes of parameters that a Hugging Face folder cannot have: they start as in a new run."""
+    shapes: Mapping[str, torch.Size]
 
     def read(self, name: str, /) -> Tensor:
-        if name.startswith(self.new_prefixes):
-            return self.initial.read(name)
-        return self.model.weight(name, self.initial.shapes[name])
+        return self.model.weight(name, self.shapes[name])
 
     def blocks(self, name: str, /) -> Iterator[Tensor]:
-        if name.startswith(self.new_prefixes):
-            return self.initial.blocks(name)
-        return self.model.blocks(name, self.initial.shapes[name])
+        return self.model.blocks(name, self.shapes[name])
 
 
-def _hf_weights(config: RunConfig, init: InitConfig, world_group: Group) -> _HFWeights:
-    """The weights in the folder `init.from_hf`; CheckpointError if its model differs from `config.model`."""
+def _hf_weights(config: RunConfig, init: InitConfig, world_group: Group) -> TensorSource:
+    """The weights in the folder `init.from_hf`; parameters that such a folder cannot have start as in a new run.
+    CheckpointError if its model differs from `config.model`."""
     path, objective = Path(init.from_hf or ""), config.objective
 
     def check() -> None:
@@ -310,5 +299,6 @@ def _hf_weights(config: RunConfig, init: InitConfig, world_group: Group) -> _HFW
             raise ConfigError("objective.tied", rule, got=str(objective.tied).lower())
 
     run_on_all_ranks(world_group, check)
-    prefixes = (TEMPERATURE, OUTPUT_BIAS, *_auxiliary_prefixes(config))
-    return _HFWeights(HFModel.open(path), initial_weights(config), prefixes)
+    new_prefixes, new_weights = (TEMPERATURE, OUTPUT_BIAS, *_auxiliary_prefixes(config)), initial_weights(config)
+    weights = _HFWeights(HFModel.open(path), new_weights.shapes)
+    return MappedTensors(lambda name: (new_weights if name.startswith(new_prefixes) else weights, name))

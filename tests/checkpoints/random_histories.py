@@ -28,7 +28,7 @@ from megahead.checkpoints.disk import DiskStorage, write_snapshot
 from megahead.checkpoints.format import MANIFEST, Header, Snapshot
 from megahead.checkpoints.reading import newest_valid, open_checkpoint
 from megahead.checkpoints.remote import LeaseLostError, RemoteLease, RemoteStorage, read_state
-from megahead.checkpoints.store import Ancestry, RetentionRules, history, new_checkpoint_name, orphans, step_of
+from megahead.checkpoints.store import Ancestry, RetentionRules, new_checkpoint_name, step_of
 from megahead.checkpoints.transfer import fetch_newer, remove_superseded, upload_checkpoint
 from megahead.distributed.group import Group
 from megahead.errors import CheckpointError
@@ -134,7 +134,7 @@ class Histories:
             self.damaged.discard((disk, checkpoint.folder.name))
         name = None if checkpoint is None else checkpoint.folder.name
         assert expected is None or name == expected[0], (disk, name, expected)
-        older = [each for each in history(place)[1:] if (disk, each) not in self.damaged]
+        older = [each for each in place.history()[1:] if (disk, each) not in self.damaged]
         if older and self.chance.random() < 0.25:
             name = self.chance.choice(older)
             checkpoint = open_checkpoint(place.root / name)
@@ -206,7 +206,7 @@ class Histories:
             return
         newest = place.latest.name
         chain = self.chain(newest)
-        assert set(history(place)) <= set(chain)
+        assert set(place.history()) <= set(chain)
         there = [name for name in chain if name in before or name == newest]
         kept = [*there[: RULES.newest], *(name for name in there if step_of(name) % 5 == 0)]
         kept += [name for name in before if name not in chain]
@@ -246,7 +246,7 @@ class Histories:
         assert store.latest.name in ((latest, tip) if killed is not None else (tip,))
 
     def has_one_history(self, tip: str) -> bool:
-        return orphans(self.remote) == [] and set(history(self.remote)) <= set(self.chain(tip))
+        return self.remote.orphans() == [] and set(self.remote.history()) <= set(self.chain(tip))
 
     def damage(self) -> None:
         """A byte of some file is another."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from megahead.config.plan import RunPlan, graphs_unsupported_reason, uses_cuda_graphs
+from megahead.config.plan import RunPlan
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
@@ -234,7 +234,7 @@ def test_a_cpu_runs_micro_steps_on_static_inputs(tmp_path: Path) -> None:
 )
 def test_why_a_run_is_not_captured_is_said(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
     plan = RunPlan.of(small_config(tmp_path, {"engine.graphs": True} | changes), 2, "cpu")
-    assert not uses_cuda_graphs(plan)
+    assert not plan.uses_cuda_graphs()
     ((name, line),) = describe_graphs(plan)
     assert (name, line.startswith(f"no, {reason}")) == ("graphs", True), line
 
@@ -243,7 +243,7 @@ def test_graphs_are_captured_where_they_are_asked_for(tmp_path: Path) -> None:
     def told(asked: Any, device: torch.device, **changes: Any) -> tuple[bool, list[tuple[str, str]]]:
         changes = {"engine.graphs": asked} | stage(1) | BF16 | changes
         plan = RunPlan.of(small_config(tmp_path, changes), 1, device.type)
-        return uses_cuda_graphs(plan), describe_graphs(plan)
+        return plan.uses_cuda_graphs(), describe_graphs(plan)
 
     assert told(False, CUDA) == told(False, CPU) == told("auto", CPU) == (False, [])
     one_each = [("graphs", "one for each shape of a micro-batch, 8 at most")]
@@ -310,4 +310,4 @@ def test_where_deepspeed_has_hooks_is_known_before_it_starts(
     assert on_ranks(1, hooked, precision, zero, deepspeed) == [has_hooks]
     content = deepspeed | {"zero_optimization": {"stage": 1, **zero}}
     plan = RunPlan.of(small_config(tmp_path, {"engine.deepspeed": content, "engine.precision": precision}), 1, "cpu")
-    assert bool(graphs_unsupported_reason(plan)) is has_hooks
+    assert bool(plan.graphs_unsupported_reason()) is has_hooks

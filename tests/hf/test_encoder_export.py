@@ -32,7 +32,7 @@ from megahead.config.run import RunConfig
 from megahead.data.loader import held_out_collator
 from megahead.data.train_tokenizer import train_wordpiece
 from megahead.errors import FieldError
-from megahead.hf.bert import BERT, DISTILBERT, ROBERTA, XLM_ROBERTA
+from megahead.hf.encoders import BERT, DISTILBERT, ROBERTA, XLM_ROBERTA
 from megahead.hf.export import ensure_hf_folder, export
 from megahead.hf.families import Family
 from megahead.hf.importing import from_hf, load_input_embedding

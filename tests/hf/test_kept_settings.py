@@ -32,8 +32,7 @@ from megahead.distributed.launch import Launch
 from megahead.errors import CheckpointError, UserError
 from megahead.evaluate.language_models import Encoder
 from megahead.hf.export import export
-from megahead.hf.importing import from_hf
-from megahead.hf.registry import FAMILIES
+from megahead.hf.importing import FAMILIES, from_hf
 from megahead.hf.revocabulary import revocabulary
 from megahead.run_folder import RunFolder
 from megahead.train.run import pretrain

@@ -26,7 +26,7 @@ from megahead.config.run import RunConfig
 from megahead.data.loader import held_out_collator
 from megahead.data.train_tokenizer import train_wordpiece
 from megahead.errors import CheckpointError, UserError
-from megahead.hf import modernbert, verify
+from megahead.hf import encoders, verify
 from megahead.hf.export import export
 from megahead.hf.importing import from_hf, load_input_embedding
 from megahead.hf.trained import TrainedModel
@@ -118,7 +118,7 @@ def test_the_check_of_an_export_looks_further_than_local_layers_see(
     assert export(tmp_path / "run", tmp_path / "out", "none").parity.tokens == 2 * (64 + 256)
     monkeypatch.setattr(verify, "_MAX_LOGITS", 2 * 3 * config.model.vocab_size)
     assert export(tmp_path / "run", tmp_path / "with a head", "tied").parity.tokens == 2 * 3
-    monkeypatch.delitem(modernbert._MODERNBERT.hf_names, "local_window")
+    monkeypatch.delitem(encoders._MODERNBERT.hf_names, "local_window")
     with pytest.raises(CheckpointError, match="hidden states must be within"):
         export(tmp_path / "run", tmp_path / "out", "none")
 

@@ -33,7 +33,7 @@ from transformers import (
 
 from megahead.commands import convert
 from megahead.errors import UserError
-from megahead.hf.bert import roberta_settings
+from megahead.hf.encoders import roberta_settings
 from megahead.hf.loading import context_length, read_context_length
 
 SHAPE = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 24}

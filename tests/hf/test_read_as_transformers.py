@@ -15,11 +15,11 @@ from transformers import CONFIG_MAPPING
 
 from megahead.config.model import ModelConfig
 from megahead.errors import FieldError
+from megahead.hf.decoders import DECODERS
 from megahead.hf.export import export
 from megahead.hf.families import GLOBAL, LOCAL, filled_settings
-from megahead.hf.importing import from_hf
+from megahead.hf.importing import FAMILIES, from_hf
 from megahead.hf.loading import load_causal, load_masked
-from megahead.hf.registry import DECODERS, FAMILIES
 
 SIZES = {"num_hidden_layers": 6, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96}
 SIZES |= {"vocab_size": 99, "max_position_embeddings": 70, "num_key_value_heads": 2}

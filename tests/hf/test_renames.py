@@ -14,10 +14,9 @@ from transformers import (
 )
 
 from megahead.errors import FieldError
+from megahead.hf.decoders import GPT_NEOX, LLAMA
+from megahead.hf.encoders import MODERNBERT
 from megahead.hf.families import ParameterNames
-from megahead.hf.gpt import GPT_NEOX
-from megahead.hf.llama import LLAMA
-from megahead.hf.modernbert import MODERNBERT
 from megahead.objectives.pretraining import weight_shapes
 from support.small_checkpoint import small_config
 

@@ -31,8 +31,8 @@ from transformers import (
 )
 
 from megahead.errors import UserError
+from megahead.hf.heads import export_family
 from megahead.hf.importing import from_hf
-from megahead.hf.registry import export_family
 from megahead.hf.trained import TrainedModel
 from megahead.integrations.transformers import Headless
 from megahead.losses.candidates import unique_candidates

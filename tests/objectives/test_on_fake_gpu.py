@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megahead.config.plan import RunPlan, graphs_unsupported_reason
+from megahead.config.plan import RunPlan
 from megahead.config.run import RunConfig
 from megahead.distributed.group import Group
 from megahead.losses.contrastive import build_objective
@@ -77,7 +77,7 @@ def attention_dtypes(group: Group, config: RunConfig, autocast: bool) -> set[tor
         patch.setattr(Tensor, "pin_memory", lambda tensor: tensor)
         patch.setattr(torch.cuda, "device_of", lambda tensor: nullcontext())
         patch.setattr("megahead.losses.triton_kernel._softmax_kernel", defaultdict(lambda: lambda *_, **__: None))
-        unsupported_reason = graphs_unsupported_reason(RunPlan.of(config, 1, "cuda"))
+        unsupported_reason = RunPlan.of(config, 1, "cuda").graphs_unsupported_reason()
         micro = first_micro_batch(config, static_shapes=not unsupported_reason)
         assert micro.buffer is not None
         with fake_cuda(autocast=autocast) as mode:

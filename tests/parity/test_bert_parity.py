@@ -8,7 +8,7 @@ from torch import nn
 from transformers import BertConfig, BertModel, DistilBertConfig, DistilBertModel
 
 from megahead.config.model import ModelConfig
-from megahead.hf.bert import BERT, DISTILBERT
+from megahead.hf.encoders import BERT, DISTILBERT
 from megahead.hf.families import Family
 from megahead.models.documents import Documents
 from megahead.models.families import Bert, build_backbone

@@ -9,7 +9,7 @@ import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from megahead.config.model import ModelConfig
-from megahead.hf.registry import FAMILIES
+from megahead.hf.importing import FAMILIES
 from megahead.models.backbone import Backbone
 from megahead.models.documents import Documents
 from megahead.models.families import build_backbone

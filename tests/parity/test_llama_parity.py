@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from megahead.config.model import ModelConfig
-from megahead.hf.llama import LLAMA
+from megahead.hf.decoders import LLAMA
 from megahead.models.backbone import Backbone
 from megahead.models.documents import Documents
 from megahead.models.families import build_backbone

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from transformers import ModernBertConfig, ModernBertForMaskedLM
 
 from megahead.config.model import ModelConfig
-from megahead.hf.modernbert import MODERNBERT, modernbert_settings
+from megahead.hf.encoders import MODERNBERT, modernbert_settings
 from megahead.models.documents import Documents, TargetPositions
 from megahead.models.families import ModernBert, build_backbone
 from megahead.objectives.micro_batch import MaskHead

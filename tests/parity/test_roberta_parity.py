@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from transformers import RobertaConfig, RobertaForMaskedLM, XLMRobertaConfig, XLMRobertaForMaskedLM
 
 from megahead.config.model import ModelConfig
-from megahead.hf.bert import ROBERTA, XLM_ROBERTA
+from megahead.hf.encoders import ROBERTA, XLM_ROBERTA
 from megahead.models.documents import Documents, TargetPositions
 from megahead.models.families import Bert, build_backbone
 from megahead.objectives.micro_batch import MaskHead

@@ -122,9 +122,9 @@ def test_one_that_no_longer_gets_anywhere_is_waited_for_a_limited_time(
             list(fetch_into(tmp_path, store, {"file": ExpectedFile(7)}))
 
 
-def test_progress_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(cache, "PROGRESS_SECONDS", 0)
-    store, said = Store(f"file://{tmp_path}/store"), list[str]()
+    store = Store(f"file://{tmp_path}/store")
     store.write("file", b"content")
-    list(fetch_into(tmp_path / "copies", store, {"file": ExpectedFile(7)}, said.append))
-    assert said == [f"fetching file://{tmp_path}/store/file: 0.00 GiB of 0.00 GiB"]
+    list(fetch_into(tmp_path / "copies", store, {"file": ExpectedFile(7)}))
+    assert capsys.readouterr().out == f"fetching file://{tmp_path}/store/file: 0.00 GiB of 0.00 GiB\n"

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from megahead.checkpoints.disk import DiskStorage
-from megahead.checkpoints.store import history, is_checkpoint_name, orphans, step_of
+from megahead.checkpoints.store import is_checkpoint_name, step_of
 
 
 def folder_of(place: Path, step: int) -> Path:
@@ -22,12 +22,12 @@ def folders_in(place: Path) -> list[str]:
 
 def steps_of_history(place: Path) -> list[int]:
     """Steps of the newest one and of what led to it, ascending."""
-    return sorted(map(step_of, history(DiskStorage.of(place))))
+    return sorted(map(step_of, DiskStorage.of(place).history()))
 
 
 def orphaned_steps(place: Path) -> list[int]:
     """Steps of the others, ascending."""
-    return sorted(map(step_of, orphans(DiskStorage.of(place))))
+    return sorted(map(step_of, DiskStorage.of(place).orphans()))
 
 
 def without_digits(text: str) -> str:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megahead.checkpoints.disk import DiskStorage, write_snapshot
 from megahead.checkpoints.format import Header, Snapshot
-from megahead.checkpoints.store import Ancestry, RetentionRules, history, new_checkpoint_name, step_of
+from megahead.checkpoints.store import Ancestry, RetentionRules, new_checkpoint_name, step_of
 from megahead.distributed.group import Group
 from megahead.distributed.tensors import RoundRobinShard
 
@@ -37,5 +37,5 @@ def save_checkpoint(
 def read_ancestry(root: Path, step: int) -> Ancestry:
     """That of a run that goes on from the newest checkpoint in `root` with at most this step."""
     disk = DiskStorage(root)
-    tip = next((name for name in history(disk) if step_of(name) <= step), None)
+    tip = next((name for name in disk.history() if step_of(name) <= step), None)
     return Ancestry.of(tip, None if tip is None else disk.manifest(tip), disk.names())

@@ -25,7 +25,7 @@ from gpu_report import (
 )
 
 from megahead.config.loading import load_config
-from megahead.config.plan import RunPlan, uses_cuda_graphs
+from megahead.config.plan import RunPlan
 from megahead.data.preprocess import preprocess
 from megahead.data.writer import IndexedDatasetWriter
 from megahead.estimate import run_flops
@@ -89,7 +89,7 @@ def test_parts_in_full_are_those_of_the_dry_run_in_other_sizes(tmp_path: Path) -
         if "--config" in words and "train-" not in part.name:
             changes = [words[index + 1] for index, word in enumerate(words) if word == "--set"]
             plan = RunPlan.of(load_config(words[words.index("--config") + 1], changes), 1, "cuda")
-            assert uses_cuda_graphs(plan) == part.name.endswith("-graphs")
+            assert plan.uses_cuda_graphs() == part.name.endswith("-graphs")
 
 
 def test_all_parts_fit_into_the_minutes_and_trainings_have_time_for_their_tokens(tmp_path: Path) -> None:
