@@ -23,7 +23,7 @@ MARGIN = 0.1
 VOCABULARY = 16_384  # of decoders; their mask token is the next id
 PLAIN = "plain"
 WARMUP = 40
-COST_STEPS = 60  # of each of two runs side by side
+COST_STEPS = 16  # of each of two runs side by side
 
 
 def compare_neighbours(runner: ExperimentRunner, only: Sequence[str]) -> None:
@@ -75,8 +75,8 @@ def _relative_cost(runner: ExperimentRunner, kind: str, name: str) -> float:
 
 
 def _schedule_overrides(seed: int, steps: int) -> list[str]:
-    settings = {"training.steps": steps, "training.checkpoint_every": steps, "schedule.warmup_steps": WARMUP}
-    return to_overrides(settings | {"seed": seed})
+    settings = {"training.steps": steps, "training.checkpoint_every": steps, "seed": seed}
+    return to_overrides(settings | {"schedule.warmup_steps": min(WARMUP, steps // 2)})
 
 
 def _variant_overrides(runner: ExperimentRunner, kind: str, name: str) -> list[str]:
