@@ -56,8 +56,8 @@ def main() -> None:
         from megahead.report.figures import checkpoint_progress
 
         progress = checkpoint_progress(folders)
-    options = files, results_file, arguments
-    results = {str(model): evaluate_model(model, folder, *options) for model, folder in folders.items()}
+    options = results_file, arguments.limit, arguments.batch_size
+    results = {str(model): evaluate_model(model, folder, files, *options) for model, folder in folders.items()}
     if results:
         console.print(table(results))
     for name, scored in results.items():
@@ -87,16 +87,20 @@ def default_tasks(models: Sequence[Path]) -> str:
 
 
 def evaluate_model(
-    model: Path, folder: Path, files: Mapping[str, Path], results_file: ResultsFile, arguments: argparse.Namespace
+    model: Path,
+    folder: Path,
+    files: Mapping[str, Path],
+    results_file: ResultsFile,
+    limit: int | None,
+    batch_size: int | None,
 ) -> list[TaskResult]:
     """Results of all tasks in the order of `files`. Reuses those in `results_file`, and adds the others to it."""
-    limit = arguments.limit
     results = {task: results_file.find(model, folder, task, file, limit) for task, file in files.items()}
     missing = {task: file for task, file in files.items() if results[task] is None}
     if missing:
         from megahead.evaluate.harness import evaluate_tasks
 
-        for result in evaluate_tasks(folder, missing, limit=limit, batch_size=arguments.batch_size):
+        for result in evaluate_tasks(folder, missing, limit=limit, batch_size=batch_size):
             results_file.add(model, folder, files[result.task], result)
             results[result.task] = result
     return [result for result in results.values() if result]

@@ -355,9 +355,13 @@ TASKS: Mapping[str, LMEvalTask | OwnTask] = {
     "blimp": OwnTask("eval/blimp", read_blimp, accuracy_by("field"), _DECODERS + _ENCODERS),
     "blimp_paradigms": OwnTask("eval/blimp", read_blimp, accuracy_by("UID"), _DECODERS + _ENCODERS),
     "bits_per_byte": OwnTask(None, read_documents, bits_per_byte, _DECODERS),
-    "next_item": OwnTask(None, _read_sequences, _lazy_function("next_item", "next_item"), _DECODERS, True),
-    "retrieval": OwnTask(None, _read_searches, _lazy_function("retrieval", "retrieval"), _ENCODERS, True),
-    "stsb": OwnTask("glue/STS-B/dev.tsv", read_similarities, _lazy_function("retrieval", "stsb"), _ENCODERS, True),
+    "next_item": OwnTask(
+        None, _read_sequences, _lazy_function("next_item", "next_item"), _DECODERS, scores_folder=True
+    ),
+    "retrieval": OwnTask(None, _read_searches, _lazy_function("retrieval", "retrieval"), _ENCODERS, scores_folder=True),
+    "stsb": OwnTask(
+        "glue/STS-B/dev.tsv", read_similarities, _lazy_function("retrieval", "stsb"), _ENCODERS, scores_folder=True
+    ),
 }
 """By name. `cloze`: any jsonl of {"text"}, of which the last word is predicted, scored exactly as lambada_openai.
 

@@ -192,7 +192,8 @@ def _head_chunks(model: TrainedModel, head: Head, matrix: str, num_rows: int) ->
 # Writes a safetensors file chunk by chunk, so that memory holds one chunk and not the model.
 #
 # The layout is public and tiny: the header's length (8 bytes, little-endian), a JSON header with each tensor's dtype,
-# shape and byte range, then the bytes, row-major and little-endian. The library's own writer needs all at once.
+# shape and byte range, then the bytes, row-major and little-endian. The library's own writer needs all tensors at
+# once.
 
 _DTYPE_CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 

@@ -14,14 +14,16 @@ from megahead.files import read_json, read_json_object
 # How an encoder's folder makes one vector of a text's hidden states: the files of sentence-transformers.
 
 PoolingName = Literal["cls", "mean"]
-"""cls: the hidden state of [CLS]; mean: the mean over all tokens, [CLS] and [SEP] included. Both have length 1."""
+"""cls: the hidden state of [CLS]; mean: the mean over all tokens, [CLS] and [SEP] included. Both are scaled to length
+1."""
 
 POOLINGS: tuple[PoolingName, ...] = get_args(PoolingName)
 
 MODULES_FILE, _LENGTH_FILE = "modules.json", "sentence_bert_config.json"
 _MODULES = (("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize"))
 _POOLING_BY_KEY: dict[str, PoolingName] = {"pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean"}
-"""Keys of 1_Pooling/config.json that all sentence-transformers read; version 5 also writes `pooling_mode`."""
+"""Keys of 1_Pooling/config.json that all versions of sentence-transformers read; version 5 also writes
+`pooling_mode`."""
 
 
 def require_pooling(pooling: str, *, is_masked_lm: bool) -> None:

@@ -34,7 +34,8 @@ _CHUNK_TOKENS = 4096
 
 Pieces = Sequence[Sequence[int]]
 RowMethod = Callable[[Tensor, Pieces, Tensor | None, torch.Generator], Tensor]
-"""From the old fp32 table [V, D], each token's pieces, target counts of old ids [V], a generator to rows [n, D]."""
+"""From the old table [V, D] in fp32, each token's pieces, target counts of old ids [V] and a generator to rows
+[n, D]."""
 
 
 def mean_rows(old_VD: Tensor, pieces: Pieces, counts_V: Tensor | None, generator: torch.Generator) -> Tensor:

@@ -61,7 +61,8 @@ class Run:
     """The result of `pretrain`; the same on every rank, except `interrupted`, and on spare ranks the perplexity."""
 
     folder: RunFolder
-    """The run's folder, which exports and evaluations take, with its paths, such as `folder.metrics`."""
+    """The run's folder, which exports and evaluations take, with its paths: `folder.metrics`, `folder.checkpoints`,
+    ..."""
 
     step: int
     """Optimizer steps applied in all sessions (launches of the run) together."""
@@ -71,7 +72,8 @@ class Run:
     case, unless it was stopped before its first step."""
 
     held_out_perplexity: float | None
-    """exp(loss) of the last evaluation in training (for masked diffusion a bound), or None; None on spare ranks."""
+    """exp(loss) of the last evaluation during training (an upper bound for masked diffusion), or None; None on
+    spare ranks."""
 
     interrupted: bool = False
     """Whether Ctrl-C (SIGINT) stopped this process."""
@@ -215,9 +217,7 @@ def explain_out_of_memory(plan: RunPlan) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError, OverflowError, OSError) as error:
-        is_typed = isinstance(error, MemoryError | torch.OutOfMemoryError)
-        is_typed = is_typed or getattr(error, "errno", None) == errno.ENOMEM
-        if not is_typed and not any(text in str(error) for text in _OUT_OF_MEMORY_MESSAGES):
+        if not _is_out_of_memory(error):
             raise
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         required = format_gib(rank_memory(plan).total)
@@ -225,6 +225,12 @@ def explain_out_of_memory(plan: RunPlan) -> Iterator[None]:
             f"memory must hold a rank's share of the run, at ZeRO {plan.zero_stage} about {required}, but does not "
             f"({reason}); {', or '.join(memory_reductions(plan))}."
         ) from error
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return getattr(error, "errno", None) == errno.ENOMEM or any(text in str(error) for text in _OUT_OF_MEMORY_MESSAGES)
 
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

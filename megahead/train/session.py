@@ -300,7 +300,7 @@ def hand_over_replicas(config: RunConfig, launch: Launch) -> Iterator[None]:
 
 
 def remove_replicas(config: RunConfig) -> None:
-    """Removes those on this node."""
+    """Removes the run's replicas on this node, if it keeps any."""
     if config.training.replicate_every is not None:
         NodeMemory.of(config.folder()).remove()
 
