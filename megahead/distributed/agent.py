@@ -1,5 +1,5 @@
 """torchrun for launch/elastic.sh, patched: an agent that itself fails (not one of its ranks) leaves the rendezvous
-open.
+open, and options that torchrun cannot use end in a sentence.
 
 torchrun (2.13) closes the rendezvous on such an error, permanently, and agents that join later exit at once. An agent
 fails this way when a node stops responding while the others start up and wait for it. The rendezvous is still closed
@@ -12,7 +12,10 @@ import sys
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
-from torch.distributed.run import main
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+from torch.distributed.run import config_from_args, main, parse_args
+
+from megahead.errors import UserError, run_command
 
 
 def keep_rendezvous_open() -> None:
@@ -29,6 +32,17 @@ def keep_rendezvous_open() -> None:
     DynamicRendezvousHandler.shutdown = shutdown  # type: ignore[method-assign]
 
 
-if __name__ == "__main__":
+def run_agent() -> None:
+    """torchrun of the command line. UserError for options that it cannot use."""
     keep_rendezvous_open()
+    options = parse_args(None)
+    try:
+        config_from_args(options)
+        parse_rendezvous_endpoint(options.rdzv_endpoint, default_port=0)
+    except Exception as error:
+        raise UserError(f"torchrun cannot use its options: {error}") from error
     main()
+
+
+if __name__ == "__main__":
+    run_command(run_agent)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -14,7 +15,8 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
-from megahead.distributed.agent import keep_rendezvous_open
+from megahead.distributed.agent import keep_rendezvous_open, run_agent
+from megahead.errors import UserError
 from support.forked import forked
 
 
@@ -79,3 +81,29 @@ def test_a_run_that_is_over_or_fails_again_and_again_is_closed(
 ) -> None:
     assert forked(agent, meeting[0], rank) == ending
     assert forked(agent, meeting[0], one) == RendezvousClosedError.__name__
+
+
+def said_of(options: list[str]) -> str:
+    sys.argv[1:] = [*options, "/bin/true"]
+    try:
+        run_agent()
+    except UserError as error:
+        return str(error)
+    return "ran"
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--nnodes", "x"], "invalid literal for int() with base 10: 'x'"),
+        (["--nnodes", "4:2"], "min_nodes must be > 0 and <= max_nodes, got min_nodes=4, max_nodes=2"),
+        (["--nnodes", "1:2:3"], 'nnodes=1:2:3 is not in "MIN:MAX" format'),
+        (["--rdzv-conf", "timeout"], "The rendezvous configuration option 'timeout' must have a value specified."),
+        (
+            ["--rdzv-endpoint", "a:99999"],
+            "The port number of the rendezvous endpoint 'a:99999' must be an integer between 0 and 65536.",
+        ),
+    ],
+)
+def test_options_that_torchrun_cannot_use_are_told_in_a_sentence(options: list[str], told: str) -> None:
+    assert forked(said_of, options) == f"torchrun cannot use its options: {told}"
