@@ -174,8 +174,7 @@ def choose_device(name: Literal["auto", "cpu", "cuda"], local_rank: int) -> torc
 def open_store(launch: Launch, seconds: float) -> Store:
     """The rendezvous store of `launch`, which rank 0's or torchrun's process serves. Waits `seconds` for it, but not
     for the other ranks; RuntimeError, OSError or ValueError if it is not reachable."""
-    if launch.rank > 0:
-        _wait_for_listener(launch, seconds)
+    _wait_for_address(launch, seconds)
     host = f"[{launch.address}]" if ":" in launch.address else launch.address  # of IPv6
     url = f"tcp://{host}:{launch.port}?rank={launch.rank}&world_size=-1"
     store, _, _ = next(rendezvous(url, timeout=timedelta(seconds=max(seconds, 1))))
@@ -183,12 +182,15 @@ def open_store(launch: Launch, seconds: float) -> Store:
     return PrefixStore(f"attempt {launch.attempt}", store)
 
 
-def _wait_for_listener(launch: Launch, seconds: float) -> None:
-    """Waits until the port is open; torch would print warnings while it waits."""
-    deadline = time.monotonic() + seconds
+def _wait_for_address(launch: Launch, seconds: float) -> None:
+    """Waits until the name is known, and on other ranks than 0 the port open; torch would print warnings meanwhile."""
+    deadline, address = time.monotonic() + seconds, (launch.address, launch.port)
     while True:
         try:
-            socket.create_connection((launch.address, launch.port), min(max(seconds, 1), 60)).close()
+            if launch.rank == 0:
+                socket.getaddrinfo(*address)
+            else:
+                socket.create_connection(address, min(max(seconds, 1), 60)).close()
         except OSError:
             if time.monotonic() >= deadline:
                 raise

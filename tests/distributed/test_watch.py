@@ -21,6 +21,7 @@ import torch
 from megahead.distributed import watchdog
 from megahead.distributed.launch import Launch, _end_process, distributed_session
 from megahead.distributed.watchdog import Connection, LostRankError, MonitorClient, RankMonitor, connect, with_timeout
+from megahead.errors import UserError
 from support.commands import free_port
 from support.killable import codes
 
@@ -279,3 +280,12 @@ def test_ranks_meet_at_an_address_of_either_kind_and_no_thread_of_gloo_preempts_
 
 def _name_of(task: Path) -> str:
     return (task / "comm").read_text()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_address_that_nobody_knows_is_told_in_a_sentence(rank: int, capfd: pytest.CaptureFixture[str]) -> None:
+    launch = Launch(rank, 2, 0, "nowhere.invalid", 29511)
+    told = rf"at nowhere.invalid:29511 within 0.2 s, but rank {rank} could not .* \(.*Name or service not known\)"
+    with pytest.raises(UserError, match=told), distributed_session(launch, torch.device("cpu"), 0.2):
+        pass
+    assert capfd.readouterr() == ("", "")
