@@ -11,7 +11,6 @@ import pytest
 from torch import distributed
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
@@ -49,7 +48,6 @@ def agent(place: str, rank: Callable[[], object], error: Exception | None = None
         assert error is not None
         raise error
 
-    dynamic_rendezvous.get_method_name = lambda: ""  # it looks through all modules at each step
     keep_rendezvous_open()
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     if error is not None:

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
-from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
 import support.heavy_imports  # noqa: F401 - else every rank would load it again
@@ -80,7 +79,6 @@ class Node:
     def _run(self) -> None:
         speak_to(self.log)
         self.host.enter()
-        dynamic_rendezvous.get_method_name = lambda: ""  # it looks through all modules: here 0.1 to 0.4 s at each step
         os.environ |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "DS_ACCELERATOR": "cpu"}
         keep_rendezvous_open()  # as launch/elastic.sh does
         self.sabotage(self.number)
