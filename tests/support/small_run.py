@@ -88,6 +88,10 @@ def offloaded(number: int) -> dict[str, Any]:
 def same_tensors(mine: Path, theirs: Path) -> bool:
     """Whether two runs' newest checkpoints hold the same weights and optimizer state, bit for bit."""
     ours, others = open_checkpoint(mine), open_checkpoint(theirs)
+    if ours.files == others.files:  # checksums, too
+        ours.verify()
+        others.verify()
+        return True
     names = [name for name in ours.names() if not name.startswith("state/")]
     assert len(names) > 10
     return all(torch.equal(ours.read(name), others.read(name)) for name in names)
