@@ -54,7 +54,7 @@ def config_of(folder: Path, stage: int, changes: dict[str, Any], **zero: int) ->
     """A large model and small batches, with the settings we ship for `stage`."""
     fixed = {
         "model": LARGE,
-        "data.sequence_length": 32,
+        "data.sequence_length": 8,
         "batch": {"global_size": 4, "micro_size": 1},
         "engine.deepspeed": {"zero_optimization": shipped(f"zero{stage}")["zero_optimization"] | zero},
     }
@@ -90,7 +90,7 @@ def peak(world: Group, config: RunConfig) -> int:
     long_but([(1, "bf16", 1)], [(s, "bf16", 1) for s in range(4)] + [(3, "fp32", 1), (0, "fp32", 2)]),
 )
 def test_the_estimate_is_near_the_measured_peak(text: Path, stage: int, precision: str, tensor: int) -> None:
-    """Measured: 1.02 to 1.08 times the estimate."""
+    """Measured: 1.00 to 1.05 times the estimate."""
     config = config_of(text, stage, {"engine.precision": precision, "parallel.tensor": tensor})
     assert 0.95 < max(on_ranks(2, peak, config)) / rank_memory(RunPlan.of(config, 2)).total < 1.25
 
