@@ -335,8 +335,8 @@ def _pretrain(plan: RunPlan, launch: Launch, ranks: Group, device: torch.device,
             if ending != "finished" or state.step >= config.training.steps:
                 break
         session.end(ending, state)
-    except BaseException:
-        session.close_after_error()
+    except BaseException as error:
+        session.close_after_error(error)
         raise
     perplexity = None if state.validation is None else exp(min(state.validation["loss"], 700.0))
     return Run(config.folder(), state.step, ending, perplexity, session.stop.signal == "SIGINT")

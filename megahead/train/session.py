@@ -29,6 +29,7 @@ from megahead.config.training import InitConfig
 from megahead.data.tokenizer import copy_tokenizer
 from megahead.distributed.group import Group, Mesh
 from megahead.distributed.launch import Launch
+from megahead.distributed.watchdog import is_communication_error
 from megahead.errors import CheckpointError
 from megahead.files import VISIBLE_SECONDS, wait_until_visible, write_atomically
 from megahead.hf.settings import HFSettings
@@ -142,7 +143,7 @@ class Session:
         self._remove_shared_replicas()
         replicas = ReplicaWriter(NodeMemory.of(self.plan.config.folder()), session_id, self.world_group)
         if not self.launch.restarts_ranks:
-            self._error_callbacks.callback(replicas.close, timeout=0)
+            self._error_callbacks.push(partial(_close_unless_ranks_are_lost, replicas))
         return replicas
 
     def _remove_shared_replicas(self) -> None:
@@ -183,10 +184,10 @@ class Session:
         run_generator_on_all_ranks(self.world_group, waiting)
         return [] if self.uploads is None else self.uploads.events()
 
-    def close_after_error(self) -> None:
+    def close_after_error(self, error: BaseException) -> None:
         """Releases resources without waiting, so that the error is reported soon. Replicas stay in memory if ranks
-        restart and resume from them."""
-        self._error_callbacks.close()
+        restart and resume from them, and if other ranks are lost."""
+        self._error_callbacks.__exit__(type(error), error, None)
 
     @cached_property
     def stop(self) -> StopRequest:
@@ -250,6 +251,11 @@ def checkpoint_validator(url: str, config: RunConfig, datasets: RunDatasets) -> 
             raise CheckpointError(str(error).replace(str(checkpoint.folder), source)) from None
 
     return validate
+
+
+def _close_unless_ranks_are_lost(replicas: ReplicaWriter, _: object, error: BaseException, *trace: object) -> None:
+    if not is_communication_error(error):
+        replicas.close(timeout=0)
 
 
 def upload_deadline(ending: Ending, stop: StopRequest, restarts_ranks: bool) -> float:

@@ -56,8 +56,9 @@ def waiting_for_copies() -> None:
     copier.Checkpointer.replicate = patiently  # type: ignore[method-assign]
 
 
-def on_node(folder: Path, dies_at: int | None = None) -> Sabotage:
-    """Each rank is a node. With `dies_at` all are killed at once behind that step, before anything is kept of it."""
+def on_node(folder: Path, dies_at: int | None = None, survivors: int = 0) -> Sabotage:
+    """Each rank is a node. With `dies_at` all but the first `survivors` are killed at once behind that step, before
+    anything is kept of it."""
 
     def sabotage(rank: int) -> None:
         give_memory(folder, rank)
@@ -68,8 +69,9 @@ def on_node(folder: Path, dies_at: int | None = None) -> Sabotage:
         def die(run: Training) -> None:
             if run.state.step == dies_at:
                 run.progress.world_group.all_gather_objects(None)
-                time.sleep(0.1 * run.progress.world_group.rank)
-                os.kill(os.getpid(), signal.SIGKILL)
+                if rank >= survivors:
+                    time.sleep(0.1 * rank)
+                    os.kill(os.getpid(), signal.SIGKILL)
             keep(run)
 
         loop._evaluate_and_save_if_due = die
@@ -117,6 +119,17 @@ def test_a_process_that_dies_before_the_first_checkpoint_loses_little_and_more_r
     assert "in memory   step 4, 4 steps more than on disk: saved as step-00000004 in" in without_digits(
         said(tmp_path, 0)
     )
+
+
+@pytest.mark.slow
+def test_a_rank_that_loses_another_leaves_its_copies(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    config = small_config(tmp_path, {"training.replicate_every": 2, "training.checkpoint_every": 100})
+    died = on_node(tmp_path, dies_at=5, survivors=1)
+    assert codes(start_ranks(config, 2, tmp_path, sabotage=died)) == [2, -signal.SIGKILL]
+    shutil.rmtree(memory_of(tmp_path, 1))
+    assert codes(start_ranks(config, 2, tmp_path, sabotage=on_node(tmp_path))) == [0, 0], said(tmp_path, 0)
+    assert "in memory   step 4, 4 steps more than on disk" in said(tmp_path, 0)
 
 
 @pytest.mark.parametrize("resume", ["never", "a folder"])
