@@ -16,6 +16,7 @@ from megahead.checkpoints.format import (
     FORMAT,
     MANIFEST,
     Manifest,
+    TensorEntry,
     check_files,
     check_lengths,
     run_generator_on_all_ranks,
@@ -115,6 +116,8 @@ class Checkpoint:
         """Length and checksum of each tensor file."""
         self.tensors = manifest.tensors
         """File, shape and dtype of each tensor."""
+        self.applies_updates = False
+        """Whether rows with pending updates are read as those of a dense embedding: with these updates."""
         self._verified: set[str] = set()
 
     def run_config(self) -> RunConfig:
@@ -140,7 +143,7 @@ class Checkpoint:
         The first tensor of a file verifies the file's checksum (a full read, about one second per GB); later ones read
         only their own bytes.
         """
-        entry = self.tensors.get(name)
+        entry = self._entry(name)
         if entry is None:
             shape, blocks = _derive(self, name)
             return join_blocks(blocks, shape)
@@ -148,15 +151,18 @@ class Checkpoint:
 
     def blocks(self, name: str) -> Iterator[Tensor]:
         """Reads the tensor in consecutive blocks of rows, one of them in memory at a time."""
-        entry = self.tensors.get(name)
+        entry = self._entry(name)
         if entry is None:
             return _derive(self, name)[1]
         return (self.read_rows(name, rows) for rows in block_ranges(entry.shape[0]))
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The full shape of a tensor; CheckpointError if the name is unknown."""
-        entry = self.tensors.get(name)
+        entry = self._entry(name)
         return _derive(self, name)[0] if entry is None else entry.shape
+
+    def _entry(self, name: str) -> TensorEntry | None:
+        return None if self.applies_updates and name.startswith(_PENDING_PREFIX) else self.tensors.get(name)
 
     def read_rows(self, name: str, rows: range) -> Tensor:
         """Consecutive rows of a saved tensor, on the CPU; verified as in `read`."""
@@ -213,16 +219,16 @@ def _derive(checkpoint: Checkpoint, name: str) -> tuple[tuple[int, ...], Iterato
         return tensors[f"{_PENDING_PREFIX}{name}"].shape, _updated_blocks(checkpoint, name)
     dense_name = name.removeprefix(_PENDING_PREFIX)
     kind, _, parameter = dense_name.partition("/")
-    is_dense = name.startswith(_PENDING_PREFIX) and f"weight/{parameter}" in tensors
+    is_dense = name.startswith(_PENDING_PREFIX) and f"weight/{parameter}" in checkpoint.names()
     if is_dense and kind == LAST_STEP:
-        rows = tensors[f"weight/{parameter}"].shape[:1]
+        rows = checkpoint.shape(f"weight/{parameter}")[:1]
         last_step = torch.full(rows, checkpoint.state_value("optimizer_steps", int), dtype=torch.int32)
         return rows, iter([last_step])
     if is_dense and kind == LEARNING_RATES:
         rates = torch.zeros(checkpoint.state_value("optimizer_steps", int), dtype=torch.float64)
         return rates.shape, iter([rates])
-    if is_dense and dense_name in tensors:
-        return tensors[dense_name].shape, checkpoint.blocks(dense_name)
+    if is_dense and dense_name in checkpoint.names():
+        return checkpoint.shape(dense_name), checkpoint.blocks(dense_name)
     raise CheckpointError(
         f"`{checkpoint.folder}` must hold the tensor {name}, but does not; another model or objective saved it."
     )
@@ -233,7 +239,8 @@ def _updated_blocks(checkpoint: Checkpoint, name: str) -> Iterator[Tensor]:
     kind, _, parameter = name.partition("/")
     config = OptimizerConfig.model_validate(checkpoint.config.get("optimizer"))
     row_optimizer = ROW_OPTIMIZERS[config.table.rule](config)
-    row_optimizer.resume(checkpoint.read(f"{_PENDING_PREFIX}{LEARNING_RATES}/{parameter}").numpy())
+    rates = f"{_PENDING_PREFIX}{LEARNING_RATES}/{parameter}"
+    row_optimizer.resume(checkpoint.read_rows(rates, range(checkpoint.tensors[rates].shape[0])).numpy())
     kinds, count = ("weight", *row_optimizer.moments), checkpoint.tensors[f"{_PENDING_PREFIX}{name}"].shape[0]
     for block in block_ranges(count):
         rows = {name: checkpoint.read_rows(f"{_PENDING_PREFIX}{name}/{parameter}", block) for name in kinds}

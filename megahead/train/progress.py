@@ -315,7 +315,10 @@ class Progress:
         return checkpoint.folder
 
     def _load(self, checkpoint: Checkpoint) -> None:
-        """Loads weights and optimizer state; a trained head that it lacks gets its initial values."""
+        """Loads weights and optimizer state; a trained head that it lacks gets its initial values. Rows get their
+        pending updates by the settings of then."""
+        old, new = checkpoint.run_config().optimizer, self.phase.config.optimizer
+        checkpoint.applies_updates = (old.betas, old.eps, old.weight_decay) != (new.betas, new.eps, new.weight_decay)
         self.engine.load(WithInitialHead(checkpoint), checkpoint.state_value("optimizer_steps", int))
         self.engine.loss_scale.restore(checkpoint.state_value("scale", dict, default={}))
 

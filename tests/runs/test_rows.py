@@ -78,6 +78,19 @@ def test_a_run_goes_on_dense_or_in_rows_on_any_mesh(tmp_path: Path) -> None:
         )
 
 
+def test_other_settings_of_updates_hold_from_the_resume_on(tmp_path: Path) -> None:
+    """Stale rows miss updates by the old ones."""
+    write_text(tmp_path)
+    kept = {}
+    for kind in ("dense", "rows"):
+        ours = ROWS | {"engine.embedding": kind, "schedule.name": "constant", "output_dir": str(tmp_path / kind)}
+        trained(tmp_path, 1, ours | {"training.steps": 4, "optimizer.weight_decay": 20.0})
+        allowed = {"optimizer.weight_decay": 0.0, "resume.allow": ["optimizer.weight_decay"]}
+        kept[kind] = open_checkpoint(trained(tmp_path, 1, ours | {"training.steps": 6} | allowed))
+    name = "weight/backbone.embedding.weight"
+    torch.testing.assert_close(kept["rows"].read(name), kept["dense"].read(name), rtol=0, atol=1e-5)
+
+
 def test_what_reads_a_checkpoint_reads_it_up_to_date(tmp_path: Path) -> None:
     """The model of a run in rows scores held-out text as the run did, and is the dense run's."""
     write_text(tmp_path)
