@@ -30,7 +30,7 @@ def main() -> None:
     add("--output", type=Path, required=True, metavar="FILE", help="vectors.npy: float32, a row for each text")
     pooling = "[CLS] or the mean over tokens (default: what a folder of sentence-transformers names)"
     add("--pooling", choices=POOLINGS, help=pooling)
-    key = "key of the text (default: text); of several, the first in a record"
+    key = "key of the text (default: text); of several, the first with text"
     add("--text-key", nargs="+", default=["text"], metavar="KEY", help=key)
     add("--batch-size", type=int, metavar="N", help="texts at once (default: 16,384 tokens)")
     arguments = parser.parse_args()

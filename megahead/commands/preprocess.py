@@ -129,7 +129,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--tokenizer", metavar="T", help="tokenizer.json, or a SentencePiece .model")
     add("--output", required=True, metavar="PREFIX", help="with --per-file: a folder")
     add("--per-file", action="store_true", help="one dataset for each input file, restartable")
-    key = "key of the text, `a.b` for nested ones (default: text); of several, the first in a record"
+    key = "key of the text, `a.b` for nested ones (default: text); of several, the first with text"
     add("--text-key", nargs="+", default=["text"], metavar="KEY", help=key)
     keep = "keep only documents that have one of the VALUEs given for each KEY"
     add("--keep", nargs="+", default=[], metavar="KEY=VALUE", help=keep)

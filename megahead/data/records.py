@@ -36,7 +36,7 @@ class Selection:
     """
 
     text_key: str | tuple[str, ...] = "text"
-    """Key of the text, or several keys, of which the first that a record has is read."""
+    """Key of the text, or several keys, of which the first that is not blank is read."""
 
     keep: tuple[Condition, ...] = ()
     """(key, value) pairs: a record is kept if, for each key among them, it has one of that key's values."""
@@ -63,20 +63,27 @@ class Selection:
         """The top-level columns to read of the table in `path`, which has the columns `names`; DataError if it lacks
         one of them."""
         keys = self._text_keys()
-        text_key = next((key for key in keys if key in names or key.split(".")[0] in names), keys[0])
-        needed = [text_key, *(key for key, _ in self.keep + self.drop)]
+        text_keys = [key for key in keys if key in names or key.split(".")[0] in names] or [keys[0]]
+        needed = [*text_keys, *(key for key, _ in self.keep + self.drop)]
         column_by_key = {key: key if key in names else key.split(".")[0] for key in needed}
         for key, column in column_by_key.items():
             if column not in names:
-                found, option = ", ".join(names) or "none", "--text-key" if key == text_key else "--keep and --drop"
+                found, option = ", ".join(names) or "none", "--text-key" if key in text_keys else "--keep and --drop"
                 raise DataError(f"`{path}` must have a column for '{key}', but has {found}; see {option}.")
         return list(dict.fromkeys(column_by_key.values()))
 
     def _find_text(self, record: Any) -> tuple[str, Any]:
+        """The first key whose value is a string that is not blank, else the first that the record has; its value."""
+        found: tuple[str, Any] | None = None
         for key in self._text_keys():
             with suppress(KeyError):
-                return key, _nested_value(record, key)
-        raise InvalidRecord(f"must have the key `{'` or `'.join(self._text_keys())}`, but has not; see --text-key")
+                value = _nested_value(record, key)
+                if isinstance(value, str) and value and not value.isspace():
+                    return key, value
+                found = found or (key, value)
+        if found is None:
+            raise InvalidRecord(f"must have the key `{'` or `'.join(self._text_keys())}`, but has not; see --text-key")
+        return found
 
     def _text_keys(self) -> tuple[str, ...]:
         return (self.text_key,) if isinstance(self.text_key, str) else self.text_key

@@ -20,6 +20,27 @@ def test_nested_and_literal_keys() -> None:
 
 
 @pytest.mark.parametrize(
+    ("record", "text"),
+    [
+        ({"text": "one", "body": "two"}, "one"),
+        ({"text": "", "body": "two"}, "two"),
+        ({"text": None, "body": "two"}, "two"),
+        ({"text": 3, "body": {"text": "two"}, "body.text": " \n", "b": "no"}, "has int"),
+        ({"text": "", "body": None}, ""),
+        ({"body": None}, "`body`, but has NoneType"),
+        ({"b": "no"}, "the key `text` or `body` or `body.text`, but has not"),
+    ],
+)
+def test_of_several_keys_the_first_that_is_not_blank_counts(record: dict[str, object], text: str) -> None:
+    selection = Selection(("text", "body", "body.text"))
+    if "has" in text:
+        with pytest.raises(InvalidRecord, match=text):
+            selection.text(record)
+    else:
+        assert selection.text(record) == text
+
+
+@pytest.mark.parametrize(
     ("keep", "drop", "wanted"),
     [
         ([], [], True),

@@ -43,6 +43,13 @@ def test_reads_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: 
     assert [text for chunk in odd for text in chunk.parse().require_texts()] == TEXTS[1::2]
 
 
+def test_of_several_columns_each_row_has_its_own(tmp_path: Path) -> None:
+    rows = [{"text": "one", "body": "no"}, {"text": None, "body": "two"}, {"text": "", "body": "three"}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "text.parquet")
+    chunks = read_chunks(find_inputs([tmp_path / "text.parquet"]), Selection(("title", "text", "body")))
+    assert [text for chunk in chunks for text in chunk.parse().require_texts()] == ["one", "two", "three"]
+
+
 def test_a_chunk_counts_only_its_own_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A part of a batch refers to the memory of all of it."""
     table = pa.Table.from_pylist(RECORDS)
