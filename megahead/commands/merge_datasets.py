@@ -43,8 +43,10 @@ def find_datasets(path: Path) -> list[Path]:
     """The prefixes of all datasets in the folder `path`, by name, without held-out parts; else `path` as a prefix."""
     if not path.is_dir():
         return [path]
+    from megahead.data.item_sequences import items_path
+
     names = [index.stem for index in sorted(path.glob("*.idx"))]
-    held_out = {f"{name}-test" for name in names}  # made by `preprocess --table`
+    held_out = {f"{name}-test" for name in names if items_path(path / name).exists()}  # made by `preprocess --table`
     prefixes = [path / name for name in names if not (name.endswith("-validation") or name in held_out)]
     if not prefixes:
         raise DataError(f"`{path}` must hold datasets (.idx and .bin), but holds none.")
