@@ -17,7 +17,9 @@ forward passes.
 from __future__ import annotations
 
 import argparse
+import io
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -134,10 +136,7 @@ def read_prompts(prompts: Sequence[str] | None, file: Path | None) -> list[str]:
     """The prompts of the command line, or the lines of `file`."""
     if file is None:
         for prompt in prompts or ():
-            try:
-                prompt.encode()
-            except UnicodeEncodeError:
-                raise FieldError("--prompt", "be UTF-8 text", got=ascii(prompt)) from None
+            require_utf8("--prompt", prompt)
         return list(prompts or [])
     try:
         lines = file.read_text(encoding="utf-8").removesuffix("\n").split("\n")
@@ -148,10 +147,26 @@ def read_prompts(prompts: Sequence[str] | None, file: Path | None) -> list[str]:
     return lines
 
 
+def require_utf8(field: str, text: str) -> None:
+    """FieldError for text with bytes that are not UTF-8, which Python reads as lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise FieldError(field, "be UTF-8 text", got=ascii(text)) from None
+
+
 def input_lines(console: Console) -> Iterator[str]:
-    """Lines of input until an empty one or the end, with a history by arrow keys."""
+    """Lines of input until an empty one or the end, with a history by arrow keys; prints why one that is not UTF-8 is
+    left out."""
     with suppress(ImportError):
         import readline  # noqa: F401 - importing it is enough
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # in most locales such a line is an error of its own
     with suppress(EOFError):
         while line := console.input("> "):
-            yield line
+            try:
+                require_utf8("a line", line)
+            except FieldError as error:
+                console.print(str(error))
+            else:
+                yield line

@@ -132,7 +132,7 @@ def test_prompts_come_from_a_file_or_from_the_keyboard(run: Path, monkeypatch, c
 def test_what_was_said_stays_and_words_are_drawn_by_another_temperature(run: Path, monkeypatch, capsys) -> None:
     kept = run.parent / "kept.jsonl"
     typed = "the cat\n the dog\n/temperature 9\n/temperature\n/hot\n the cat\n/temperature -1\n"
-    monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\n" + typed.encode()), "utf-8"))
     options = ("--model", run, "--max-new-tokens", 4, "--temperature", 0, "--output", kept)
     assert command(monkeypatch, "generate", *options, "--interactive") == 0
     first, second, third = (json.loads(line) for line in kept.read_text().splitlines())
@@ -140,6 +140,7 @@ def test_what_was_said_stays_and_words_are_drawn_by_another_temperature(run: Pat
     assert third["prompt"] == f"{second['prompt']}{second['text']} the cat"
     said = capsys.readouterr().out
     assert first["text"].strip() in said
+    assert r"`a line` must be UTF-8 text, but is 'caf\udce9' instead." in said
     assert "`/temperature` must be followed by a number, but is nothing instead." in said
     assert "must be /new or /temperature X, but is /hot instead." in said
     assert "`--temperature` must be 0, or from 0.0001 on, but is -1.0 instead." in said
