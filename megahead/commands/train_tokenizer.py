@@ -46,6 +46,8 @@ def main() -> None:
     for name in ("vocab_size", "max_bytes", "keep"):
         if arguments.input is None and getattr(arguments, name):
             parser.error(f"--{name.replace('_', '-')} needs --input")
+    if Path(arguments.output).is_dir():
+        raise FieldError("--output", "name a file", got=f"the folder {Path(arguments.output)}")
     tokenizer_type = (arguments.type or "bpe") if arguments.extend is None else "extended"
     tokenizer = open_tokenizer(arguments.extend) if arguments.input is None else train(arguments)
     if arguments.input is None or arguments.encoder:

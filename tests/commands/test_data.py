@@ -163,17 +163,24 @@ def test_a_tokenizer_is_trained_on_any_number_of_bytes_and_never_replaces_its_te
 
 
 def test_what_tables_hold_out_is_not_merged_with_what_they_train_on(tmp_path: Path) -> None:
-    for name in ("a", "a-test", "a-validation", "b-test", "c-validation"):
+    """A text that happens to be called `NAME-test` is merged."""
+    for name in ("a", "a-test", "a-validation", "b-test", "c-validation", "en", "en-test"):
         (tmp_path / f"{name}.idx").touch()
-    assert [prefix.name for prefix in find_datasets(tmp_path)] == ["a", "b-test"]
+    (tmp_path / "a-items.json").touch()
+    assert [prefix.name for prefix in find_datasets(tmp_path)] == ["a", "b-test", "en-test", "en"]
 
 
 @pytest.mark.parametrize(
     ("tool", "arguments", "sentence"),
     [
         ("preprocess.py", ["--input", "", "--tokenizer", "T", "--output", "O"], "an input must be the name of a file"),
+        (
+            "train_tokenizer.py",
+            ["--input", "nowhere", "--vocab-size", 300, "--output", "."],
+            "`--output` must name a file, but is the folder .",
+        ),
         ("train_tokenizer.py", ["--input", "", "--vocab-size", 300, "--output", "O"], "an input must be the name of a"),
-        ("train_tokenizer.py", ["--extend", "T", "--output", ""], "`.` must be writable, but is not: Is a directory"),
+        ("train_tokenizer.py", ["--extend", "T", "--output", ""], "`--output` must name a file, but is the folder ."),
         ("merge_datasets.py", ["--input", "", "--output", "O"], "--input must name datasets, but one is empty"),
         (
             "preprocess.py",
