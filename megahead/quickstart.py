@@ -71,7 +71,7 @@ FEW_DOCUMENTS = 200
 """With fewer documents, the end of each is held out instead of whole documents."""
 
 MIN_TEXT_BYTES = 10_000
-"""With less text, the held-out part would not fill a row."""
+"""With less text, the held-out part would seldom fill a row."""
 
 EXPORT_SECONDS = 25
 """Time reserved for the export, the report and the sample; more if starting a run takes over half of it."""
@@ -203,7 +203,7 @@ def start(
             _require_writable(folder)
         plan = make_plan(found, tokenizer_path, 60 * minutes, report)
         if not dry_run:
-            _write_datasets(found, tokenizer_path, plan.vocab_size, folder, report)
+            _write_datasets(found, tokenizer_path, plan, folder, report)
             plan = replace(plan, tokens=IndexedDataset(folder / "text").num_tokens)
         remaining_seconds = deadline - monotonic()
         missing_seconds = plan.total_seconds(remaining_seconds) - remaining_seconds
@@ -259,7 +259,11 @@ def _check_same_text(config: Path, header: str) -> None:
 
 
 def _survey_text(path: Path, folder: Path, tokenizer: Path | None, report: Report) -> TextSurvey:
-    """Surveys the text in `path`; FieldError if it is too little, or if the tokenizer has no end token."""
+    """Surveys the text in `path`; FieldError if it is too little or in `folder`, or if the tokenizer has no end
+    token."""
+    if path.exists() and (path if path.is_dir() else path.parent).resolve().is_relative_to(folder.resolve()):
+        rule, hint = "be a folder without the text, since what lies there is not read", "name another folder"
+        raise FieldError("--folder", rule, got=f"{folder}, which has {path}", hint=hint)
     found = survey(path, folder.absolute())
     if tokenizer is not None:  # before anything that takes long
         try:
@@ -381,25 +385,35 @@ def make_tokenizer(
         save_tokenizer(train_bpe(texts, vocab_size), output)
 
 
-def _write_datasets(found: TextSurvey, tokenizer: Path | None, vocab_size: int, folder: Path, report: Report) -> None:
-    """Writes the tokenizer and the datasets, replacing existing ones (a killed start may have read another text)."""
+def _write_datasets(found: TextSurvey, tokenizer: Path | None, plan: Plan, folder: Path, report: Report) -> None:
+    """Writes the tokenizer and the datasets, replacing existing ones (a killed start may have read another text).
+    Where what is held out does not fill a row, it is the last fifth of each document; FieldError if that does not."""
     paths, selection = [item.path for item in found.inputs], found.selection()
     chosen = tokenizer or folder / "tokenizer.json"
     if tokenizer is None:
-        make_tokenizer(paths, selection, vocab_size, chosen)
+        make_tokenizer(paths, selection, plan.vocab_size, chosen)
     few = found.has_fewer_documents(FEW_DOCUMENTS)
-    # the last twentieth of each document, or every 50th document
-    held_out: Any = {"holdout_tail": Fraction(1, 20)} if few else {"holdout": 50}
+    first: dict[str, Any] = {"holdout_tail": Fraction(1, 20)} if few else {"holdout": 50}
     workers = suitable_workers(found.bytes, os.cpu_count() or 1)
-    with ProgressBar("Tokenizing") as bar:
-        done = preprocess(
-            paths, chosen, folder / "text", selection=selection, on_error="skip", source=found.name,
-            workers=workers, progress=bar, **held_out,
-        )  # fmt: skip
+    row_tokens = plan.config.data.sequence_length + 1
+    for held_out in (first, {"holdout_tail": Fraction(1, 5)}):
+        with ProgressBar("Tokenizing") as bar:
+            done = preprocess(
+                paths, chosen, folder / "text", selection=selection, on_error="skip", source=found.name,
+                workers=workers, progress=bar, **held_out,
+            )  # fmt: skip
+        held_out_tokens = IndexedDataset(folder / "text-validation").num_tokens
+        if held_out_tokens >= row_tokens:
+            break
+    else:
+        rule = f"have {row_tokens:,} tokens in its last fifth, which is held out"
+        raise FieldError("PATH", rule, got=f"{found.name} with {held_out_tokens:,}", hint="add text")
     left_out = f", {pluralize(done.broken, 'broken record')} left out" if done.broken else ""
-    held_out_text = "the last twentieth of each" if few else f"{done.held_out:,}"
+    documents, held_out_text = done.documents, f"{done.held_out:,}"
+    if share := held_out.get("holdout_tail"):  # the ends are documents of their own
+        documents, held_out_text = documents - done.held_out, f"the last {100 * share} % of each"
     report(
-        f"{'ids':<12}{pluralize(done.documents, 'document')}, {held_out_text} held out, "
+        f"{'ids':<12}{pluralize(documents, 'document')}, {held_out_text} held out, "
         f"{pluralize(done.tokens, 'token')}{left_out}"
     )
 

@@ -141,7 +141,7 @@ def test_a_dry_run_writes_nothing(quick: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_the_ends_of_few_documents_are_held_out_and_some_of_many(quick: Path) -> None:
     (quick / "book.txt").write_text("\n".join(TEXTS[:8]))
     (quick / "made").mkdir()
-    _write_datasets(survey(quick / "book.txt"), None, 512, quick / "made", [].append)
+    _write_datasets(survey(quick / "book.txt"), None, Plan(SHAPES[0], 512, 1e5, 1.0), quick / "made", [].append)
     tokenizer = load_tokenizer(str(quick / "made/tokenizer.json"))
     train, held_out = (IndexedDataset(quick / f"made/text{part}") for part in ("", "-validation"))
     ends = [tokenizer.decode(dataset.document(0).tolist()) for dataset in (train, held_out)]
@@ -174,7 +174,7 @@ def test_what_a_killed_start_left_of_another_text_or_tokenizer_is_written_again(
     for size in (300, 310):
         save_tokenizer(train_bpe(TEXTS[:3], size), tmp_path / f"{size}.json")
     for path, size in ((texts[0], 300), (texts[1], 300), (texts[1], 310)):
-        _write_datasets(survey(path), tmp_path / f"{size}.json", size, folder, [].append)
+        _write_datasets(survey(path), tmp_path / f"{size}.json", Plan(SHAPES[0], size, 1e5, 1.0), folder, [].append)
         dataset = IndexedDataset(folder / "text")
         tokenizer = dataset.tokenizer_path()
         assert tokenizer is not None
@@ -182,7 +182,7 @@ def test_what_a_killed_start_left_of_another_text_or_tokenizer_is_written_again(
         written = load_tokenizer(str(tokenizer)).decode(dataset.document(0).tolist())
         assert written.startswith((path / "a.txt").read_text()[:300])
     (folder / "tokenizer.json").write_text("of another text, whose start was killed")
-    _write_datasets(survey(texts[0]), None, 320, folder, [].append)
+    _write_datasets(survey(texts[0]), None, Plan(SHAPES[0], 320, 1e5, 1.0), folder, [].append)
     assert load_tokenizer(str(folder / "tokenizer.json")).vocab_size == 320
 
 
