@@ -190,8 +190,11 @@ def _token_rows(model: TrainedModel) -> Tensor:
     vocab_size = model.config.model.vocab_size
     window = model.config.model.local_window if model.config.model.local_layers() else 0
     length = min(_ROW_TOKENS + window, model.config.data.sequence_length)
-    first_id = model.config.model.position_offset  # the id below is padding, without a position in RoBERTa
-    random_BT = torch.randint(first_id, vocab_size, (_NUM_ROWS, length), generator=torch.Generator().manual_seed(0))
+    padding = model.config.model.padding_token()  # which has no position in a RoBERTa
+    num_ids, generator = vocab_size - (padding is not None), torch.Generator().manual_seed(0)
+    random_BT = torch.randint(num_ids, (_NUM_ROWS, length), generator=generator)
+    if padding is not None:
+        random_BT += random_BT >= padding
     dataset_BT = _dataset_rows(model, length)
     return random_BT if dataset_BT is None else torch.cat([random_BT, dataset_BT])
 

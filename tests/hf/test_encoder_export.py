@@ -28,6 +28,7 @@ from transformers import (
     XLMRobertaForMaskedLM,
 )
 
+from megahead.config.loading import config_from_checkpoint
 from megahead.config.run import RunConfig
 from megahead.data.loader import held_out_collator
 from megahead.data.train_tokenizer import train_wordpiece
@@ -37,6 +38,7 @@ from megahead.hf.export import ensure_hf_folder, export
 from megahead.hf.families import Family
 from megahead.hf.importing import from_hf, load_input_embedding
 from megahead.hf.trained import TrainedModel
+from megahead.hf.verify import _token_rows
 from megahead.objectives.micro_batch import EvaluationRequest
 from megahead.objectives.pretraining import weight_shapes
 from support.small_checkpoint import save_small, small_config
@@ -64,7 +66,12 @@ def encoder_config(objective: dict[str, Any] | None = None, family: str = "bert"
     return small_config(
         model={**FAMILIES[family], "max_positions": 40, "intermediate_size": 100, **model},
         data={"end_token": 2},
-        masking={"mask_token": 3, "cls_token": 1, "sep_token": 2, "special_tokens": [0]},
+        masking={
+            "mask_token": 3,
+            "cls_token": 1,
+            "sep_token": 2,
+            "special_tokens": [model.get("position_offset", 1) - 1],
+        },
         objective=objective or {},
     )
 
@@ -204,11 +211,22 @@ def test_padding_rows_are_kept_without_ever_winning(tmp_path: Path) -> None:
     torch.testing.assert_close(padded.log_softmax(-1)[..., :61], logits.log_softmax(-1), rtol=1e-4, atol=1e-4)
 
 
-def test_a_distilbert_with_another_eps_is_refused(tmp_path: Path) -> None:
-    save_small(tmp_path / "run", encoder_config(family="distilbert", norm_eps=1e-5))
+def test_a_distilbert_of_an_earlier_version_with_another_eps_is_refused(tmp_path: Path) -> None:
+    tree = encoder_config(family="distilbert").model_dump(mode="json")
+    config = config_from_checkpoint({**tree, "model": {**tree["model"], "norm_eps": 1e-5}}, "")
+    save_small(tmp_path / "run", config)
     with pytest.raises(FieldError, match=r"model\.norm_eps"):
         export(tmp_path / "run", tmp_path / "out", "none")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("padding", [0, 30, 60])
+def test_a_roberta_is_compared_on_ids_around_its_padding(tmp_path: Path, padding: int) -> None:
+    save_small(tmp_path / "run", encoder_config(family="roberta", position_offset=padding + 1))
+    ids = set(_token_rows(TrainedModel.open(tmp_path / "run")).flatten().tolist())
+    assert ids < {*range(61)} - {padding}
+    assert min(ids) < 10
+    assert max(ids) > 50
 
 
 def test_the_extended_pythia_tokenizer_serves_an_encoder(tmp_path: Path, shared_data: Path) -> None:
