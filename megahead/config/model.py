@@ -66,6 +66,9 @@ NAMED_SIZES: dict[str, dict[str, Any]] = {
 ROBERTAS = ("roberta", "xlm_roberta")
 """One architecture: a BERT whose positions begin after the padding id."""
 
+DISTILBERT_EPS = 1e-12
+"""A DistilBERT's `norm_eps`, which its config.json does not say."""
+
 ENCODERS = ("bert", *ROBERTAS, "modernbert")
 """Families with bidirectional attention, unless `is_causal`."""
 
@@ -354,6 +357,10 @@ class ModelConfig(Settings):
     def head_size(self) -> int:
         """Dimensions of one attention head."""
         return self.head_dim or self.hidden_size // self.num_heads
+
+    def is_distilbert(self) -> bool:
+        """Whether it is a BERT without token types, which is exported as a DistilBERT."""
+        return self.family == "bert" and not self.token_types
 
     def key_heads(self) -> int:
         """Number of heads of keys and values."""

@@ -12,7 +12,7 @@ from megahead.config.base import Settings, refuse, require
 from megahead.config.data import BatchConfig, DataConfig
 from megahead.config.embedding import check_embedding
 from megahead.config.masking import SPECIAL_TOKEN_FIELDS, STRATEGIES_BY_SETTING, MaskedInputsConfig, MaskingConfig
-from megahead.config.model import ModelConfig
+from megahead.config.model import DISTILBERT_EPS, ModelConfig
 from megahead.config.objective import ObjectiveConfig
 from megahead.config.token_subsets import TOKEN_SUBSET_FIELDS, check_token_subsets
 from megahead.config.training import (
@@ -231,6 +231,7 @@ def _check_corrected_bias(config: RunConfig) -> None:
 def check_consistency(config: RunConfig) -> None:
     """Raises ConfigError for the first conflict between sections."""
     _check_lengths_and_ids(config)
+    _check_distilbert(config)
     _check_masking(config)
     if config.masked_inputs:
         config.masked_inputs.check(config.model, config.data)
@@ -258,6 +259,16 @@ def _check_lengths_and_ids(config: RunConfig) -> None:
     rule = f"be at most model.max_positions ({model.max_positions})"
     require(length <= model.max_positions, "data.sequence_length", rule, got=length)
     require(end < model.vocab_size, "data.end_token", f"be below model.vocab_size ({model.vocab_size})", got=end)
+
+
+def _check_distilbert(config: RunConfig) -> None:
+    """Refuses what no DistilBERT is exported with; checkpoints of earlier versions may have it."""
+    eps = config.model.norm_eps
+    rule, hint = (
+        f"be {DISTILBERT_EPS} in a DistilBERT (model.token_types 0)",
+        "leave it out, or set model.token_types=2",
+    )
+    require(not config.model.is_distilbert() or eps == DISTILBERT_EPS, "model.norm_eps", rule, got=eps, hint=hint)
 
 
 def _check_masking(config: RunConfig) -> None:
@@ -309,10 +320,19 @@ def _check_tasks(config: RunConfig) -> None:
         require(config.data.tokenizer is not None or not has_text, "data.tokenizer", rule, got="missing")
         reason = config.no_head_reason()
         refuse("tasks", reason and "given", f"of a run that {reason}, whose exports have no head")
-        lacks_bias = config.objective.head() == "pmi" and not config.model.transformers_can_bias_head()
-        why = "with norms of queries and keys (Qwen 3, Gemma 3), unless objective.bias is corrected: no class of "
-        why += "transformers has a training-free head beside them"
-        refuse("tasks", lacks_bias and "given", why)
+        if not config.model.transformers_can_bias_head():
+            _check_tasks_without_head_bias(config.objective)
+
+
+def _check_tasks_without_head_bias(objective: ObjectiveConfig) -> None:
+    """Refuses `tasks` if a phase of the run is exported with a bias in its head."""
+    norms, no_class = "with norms of queries and keys (Qwen 3, Gemma 3)", "no class of transformers has"
+    biases = {"output_bias": objective.output_bias, "schedule.vanilla_share": objective.ends_with_vanilla()}
+    for field, given in biases.items():
+        why = f"{norms} and objective.{field}: {no_class} a head with a bias beside them"
+        refuse("tasks", given and "given", why)
+    why = f"{norms}, unless objective.bias is corrected: {no_class} a training-free head beside them"
+    refuse("tasks", objective.head() == "pmi" and "given", why)
 
 
 def _check_resume(config: RunConfig) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from megahead.config.model import ModelConfig
+from megahead.config.model import DISTILBERT_EPS, ModelConfig
 from megahead.errors import FieldError
 from megahead.hf.families import (
     COMMON_SETTINGS,
@@ -24,7 +24,6 @@ from megahead.hf.families import (
 )
 
 _TENSORFLOW_KEYS = ((".gamma", ".weight"), (".beta", ".bias"))  # names of a norm's parameters in TensorFlow
-_DISTILBERT_EPS = 1e-12  # not in a DistilBERT's config.json
 
 _NORM_AND_DROPOUT = {
     "norm_eps": "layer_norm_eps",
@@ -51,14 +50,14 @@ _DISTILBERT = SettingNames(
     },
     activation="activation",
     required=_BERT.required,
-    defaults={"family": "bert", "token_types": 0, "norm_eps": _DISTILBERT_EPS},
+    defaults={"family": "bert", "token_types": 0, "norm_eps": DISTILBERT_EPS},
 )
 
 
 def distilbert_config(model: ModelConfig) -> dict[str, Any]:
     """Returns the content of `config.json` for the shape of a DistilBERT."""
-    if model.norm_eps != _DISTILBERT_EPS:
-        raise FieldError("model.norm_eps", f"be {_DISTILBERT_EPS} in a DistilBERT (token_types 0)", got=model.norm_eps)
+    if model.norm_eps != DISTILBERT_EPS:
+        raise FieldError("model.norm_eps", f"be {DISTILBERT_EPS} in a DistilBERT (token_types 0)", got=model.norm_eps)
     return {"model_type": "distilbert", **_DISTILBERT.hf_config(model), "sinusoidal_pos_embds": False}
 
 

@@ -111,8 +111,7 @@ def serving_support(config: RunConfig, head: HeadName | None = None, *, has_bias
     """Returns a sentence: which of the run's possible heads vLLM and llama.cpp serve, and whether they serve an export
     with `head`. `has_bias`: whether that export has a bias in its head."""
     model = config.model
-    is_distilbert = model.family == "bert" and not model.token_types
-    is_unlisted = is_distilbert or (model.is_encoder() and model.is_causal)  # the latter: ModernBertDecoder
+    is_unlisted = model.is_distilbert() or (model.is_encoder() and model.is_causal)  # the latter: ModernBertDecoder
     vllm_and_llama_cpp = ((), ()) if is_unlisted else _SERVED_HEADS[model.family]
     heads_by_program = dict(zip(("vLLM", "llama.cpp"), vllm_and_llama_cpp, strict=True))
     stored_as = {head: _stored_head(config, head, config.objective.output_bias) for head in possible_heads(config)}

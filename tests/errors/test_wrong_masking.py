@@ -19,6 +19,10 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         "`masked_inputs.mask_token` must differ from data.end_token, but is 0 instead.",
     ),
     (
+        BERT | {"masking": MASKS, "model.token_types": 0, "model.norm_eps": 1e-5},
+        "`model.norm_eps` must be 1e-12 in a DistilBERT (model.token_types 0), but is 1e-05 instead; leave it out, or set model.token_types=2.",
+    ),
+    (
         BERT | {"masking": MASKS, "masked_inputs": {"mask_token": 3}},
         "`masked_inputs` must be left out of an encoder, but is given instead; it has `masking`.",
     ),

@@ -175,6 +175,23 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         },
         "`tasks` must be left out with norms of queries and keys (Qwen 3, Gemma 3), unless objective.bias is corrected: no class of transformers has a training-free head beside them, but is given instead.",
     ),
+    *(
+        (
+            {
+                **LLAMA,
+                "model.qk_norm": True,
+                "model.mlp_bias": False,
+                "objective": objective,
+                "tasks": {"names": ["blimp"], "data": "x", "every": 5},
+                "data.tokenizer": "t.json",
+            },
+            f"`tasks` must be left out with norms of queries and keys (Qwen 3, Gemma 3) and objective.{field}: no class of transformers has a head with a bias beside them, but is given instead.",
+        )
+        for field, objective in (
+            ("output_bias", {"name": "vanilla", "output_bias": True}),
+            ("schedule.vanilla_share", {"bias": "corrected", "schedule": {"vanilla_share": 0.5}}),
+        )
+    ),
     (
         {"objective.nearest": 4, "objective.bias": "corrected"},
         "`objective.nearest` must be left out: hard negatives and similar words made models worse, and were removed, but is 4 instead; the last version that has it is commit 6e15e94 of megahead 0.1.0.",
