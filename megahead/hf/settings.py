@@ -186,6 +186,8 @@ def write_settings(folder: Path, target: ExportTarget) -> tuple[Path | None, str
         hf_config, generation = _hf_config(target) | ids, ids
     else:
         original.write(folder)
+        if tokenizer is not None and not (folder / "tokenizer.json").is_file():
+            _write_converted_tokenizer(tokenizer, folder, original, model.config.model.vocab_size)
         if tokenizer is None and (folder / "tokenizer.json").is_file():
             tokenizer = model.run_folder().source_hf_files
         hf_config, generation = _updated_hf_config(target, original), original.read_json(GENERATION_FILE)
@@ -207,6 +209,21 @@ def _write_run_tokenizer(folder: Path, target: ExportTarget, tokenizer: Path | N
     ids |= {"eos_token_id": sep_token, "sep_token_id": sep_token}
     ids |= {} if tokenizer is None else write_encoder_tokenizer(tokenizer, folder, config)
     return ids | ({"eos_token_id": end_token} if config.model.is_causal else {})
+
+
+def _write_converted_tokenizer(source: Path, folder: Path, original: HFSettings, vocab_size: int) -> None:
+    """Writes the tokenizer.json of a SentencePiece model, which adds a begin and an end token to a text where
+    `add_bos_token` and `add_eos_token` of the original's settings say so, as transformers does for the model itself."""
+    tokenizer, special_ids = _load_tokenizer(source, vocab_size), load_tokenizer(source).special_ids
+    settings, tokens = original.read_json("tokenizer_config.json"), {}
+    for role, name in (("begin", "add_bos_token"), ("end", "add_eos_token")):
+        if settings.get(name) and role in special_ids:
+            tokens[role] = str(tokenizer.id_to_token(special_ids[role]))
+    begin, end = ([tokens[role]] if role in tokens else [] for role in ("begin", "end"))
+    first, second = ([f"{part}:{type_}" for part in (*begin, text, *end)] for type_, text in enumerate(("$A", "$B")))
+    special_tokens = [(token, special_ids[role]) for role, token in tokens.items()]
+    tokenizer.post_processor = TemplateProcessing(single=first, pair=[*first, *second], special_tokens=special_tokens)
+    tokenizer.save(str(folder / "tokenizer.json"))
 
 
 def _hf_config(target: ExportTarget) -> dict[str, Any]:

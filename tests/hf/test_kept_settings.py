@@ -27,17 +27,20 @@ from transformers import (
 from megahead.checkpoints.reading import open_checkpoint
 from megahead.commands.convert import export_summary
 from megahead.config.loading import config_from_checkpoint
+from megahead.data.tokenizer import load_tokenizer
 from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
 from megahead.errors import CheckpointError, UserError
 from megahead.evaluate.language_models import Encoder
-from megahead.hf.export import export
+from megahead.hf.export import PARITY_FILE, ensure_hf_folder, export
 from megahead.hf.importing import FAMILIES, from_hf
+from megahead.hf.loading import load_tokenizer_folder
 from megahead.hf.revocabulary import revocabulary
 from megahead.run_folder import RunFolder
 from megahead.train.run import pretrain
 from support.forked import forked, run_script
 from support.saved import save_checkpoint
+from support.sentencepiece_models import KINDS, sentencepiece_model
 from support.small_checkpoint import save_tokenizer
 from support.small_run import small_config, write_text
 
@@ -139,6 +142,22 @@ def test_a_folder_of_every_family_comes_out_as_it_went_in(tmp_path: Path, kind: 
     # goes out as a Llama; what only a Mistral has is left behind
     others = read(before / "config.json").keys() - {"bos_token_id", "eos_token_id", "pad_token_id"}
     kept(before, after, besides=others | read(after / "config.json").keys() - DECODER_IDS.keys())
+
+
+@pytest.mark.parametrize("settings", [{}, {"add_bos_token": True, "add_eos_token": True}], ids=str)
+def test_a_sentencepiece_model_alone_comes_out_with_a_tokenizer_json(tmp_path: Path, settings: dict[str, bool]) -> None:
+    before = theirs(tmp_path / "theirs", "llama", {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None})
+    (before / "tokenizer.json").unlink()
+    (before / "chat_template.jinja").unlink()
+    (before / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer", **settings}))
+    model = sentencepiece_model(before / "tokenizer.model", ["the cat sat on the mat"], IDS, **KINDS["llama"])
+    run = from_hf(before, tmp_path / "run")
+    after = ensure_hf_folder(run)
+    kept(before, after)
+    ids = load_tokenizer_folder(after)("the cat", add_special_tokens=False)["input_ids"]
+    assert [ids] == load_tokenizer(model).encode_batch(["the cat"])
+    written = (after / PARITY_FILE).stat()
+    assert (ensure_hf_folder(run) / PARITY_FILE).stat() == written
 
 
 @pytest.mark.parametrize(
