@@ -259,8 +259,9 @@ class Headless(nn.Module):
             return rows_UD
         setattr(table, _NOISE_ATTRIBUTE, 0.0)
         try:
-            (rows_UD,) = table(ids_U[None])  # [1, U, D]: the hook requires a batch dimension
-            return rows_UD
+            # [1, U, D]: the hook requires a batch dimension, and ids
+            (rows_UD,) = table(ids_U[None] if len(ids_U) else ids_U.new_zeros(1, 1))
+            return rows_UD[: len(ids_U)]
         finally:
             setattr(table, _NOISE_ATTRIBUTE, noise)
 

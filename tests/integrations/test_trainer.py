@@ -129,6 +129,10 @@ def test_noise_on_inputs_leaves_candidates_without_it(tmp_path: Path) -> None:
         ids = torch.arange(IDS)
         assert torch.equal(loud._rows(ids), loud.body.get_input_embeddings().weight)
     assert first != second
+    loss = loud(rows["input_ids"], torch.full_like(rows["labels"], -100))["loss"]
+    loss.backward()
+    assert loss == 0
+    assert not any(parameter.grad.any() for parameter in loud.parameters())
 
 
 def test_what_needs_logits_is_refused_in_a_sentence(tmp_path: Path) -> None:
