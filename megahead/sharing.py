@@ -16,6 +16,9 @@ from megahead.wording import format_names, pluralize
 _MAX_SAMPLED_BYTES = 8 * 2**30
 """Largest size of weights to sample from: generation, unlike exporting, needs all of them in memory."""
 
+_SENTENCE = ("Once upon a time there was a", ".")
+"""What is before and after the token that an encoder predicts."""
+
 
 def add_sample_and_curves(folder: Path, run: Path) -> str | None:
     """Adds a sample (generated text, or a sentence that an encoder completes) and the training curves of `run` to
@@ -65,9 +68,9 @@ def sample(model: Path, prompt: str = "", tokens: int = 80) -> str:
         return generate_continuation(loaded, load_tokenizer_folder(model), prompt, length, sampling)
 
 
-def completed_sentence(model: Path, beginning: str = "Once upon a time there was a", end: str = ".") -> str:
-    """Returns a sentence with a mask token, and the five tokens that an exported encoder predicts there. FieldError for
-    a sentence that exceeds its context."""
+def completed_sentence(model: Path) -> str:
+    """Returns a sentence with a mask token, and the five tokens that an exported encoder predicts there. FieldError if
+    the sentence exceeds its context."""
     import torch
 
     from megahead.evaluate.language_models import special_ids
@@ -75,16 +78,16 @@ def completed_sentence(model: Path, beginning: str = "Once upon a time there was
 
     encoder, tokenizer = load_masked(model), load_tokenizer_folder(model)
     cls_id, sep_id, mask_id = special_ids(tokenizer)
-    before, after = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (beginning, end))
+    before, after = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in _SENTENCE)
     row_T = [cls_id, *before, mask_id, *after, sep_id]
     if len(row_T) > (limit := context_length(encoder)):
-        raise FieldError("beginning", f"fit into {pluralize(limit, 'token')} with the rest", got=f"{len(row_T)}")
+        raise FieldError("model", f"read {pluralize(len(row_T), 'token')}", got=f"one that reads {limit}")
     with torch.inference_mode():
         logits_TV = encoder(torch.tensor([row_T])).logits[0]
     best = logits_TV[1 + len(before)].softmax(-1).topk(5)
     predictions = zip(best.values.tolist(), best.indices.tolist(), strict=True)
     lines = [f"{share:6.1%}  {tokenizer.decode([id_]).strip()}" for share, id_ in predictions]
-    return "\n".join([f"{beginning} {tokenizer.mask_token}{end}", *lines])
+    return "\n".join([f" {tokenizer.mask_token}".join(_SENTENCE), *lines])
 
 
 def check_push(

@@ -122,7 +122,6 @@ class CapturedMicroStep:
         self, run: Callable[[MicroBatch], Tensor], sums: GradientSums, build_capture: Callable[[], Capture]
     ) -> None:
         self.unsupported_reason = ""
-        self.num_replays = 0
         self._run, self._sums, self._build_capture = run, sums, build_capture
         self._capture = build_capture()
         self._graphs: dict[Hashable, tuple[MicroBatch, MicroStep]] = {}
@@ -140,7 +139,6 @@ class CapturedMicroStep:
         static.buffer.copy_(micro.buffer, non_blocking=True)  # all tensors of a micro-batch are views of it
         loss = replay()
         self._sums.end_replay()
-        self.num_replays += 1
         return loss
 
     def reset(self) -> None:
