@@ -9,6 +9,7 @@ import json
 import shutil
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from io import BytesIO
 from itertools import product
@@ -187,7 +188,8 @@ def write_settings(folder: Path, target: ExportTarget) -> tuple[Path | None, str
     else:
         original.write(folder)
         if tokenizer is not None and not (folder / "tokenizer.json").is_file():
-            _write_converted_tokenizer(tokenizer, folder, original, model.config.model.vocab_size)
+            with suppress(DataError):  # not every SentencePiece model can be converted
+                _write_converted_tokenizer(tokenizer, folder, original, model.config.model.vocab_size)
         if tokenizer is None and (folder / "tokenizer.json").is_file():
             tokenizer = model.run_folder().source_hf_files
         hf_config, generation = _updated_hf_config(target, original), original.read_json(GENERATION_FILE)
@@ -213,7 +215,10 @@ def _write_run_tokenizer(folder: Path, target: ExportTarget, tokenizer: Path | N
 
 def _write_converted_tokenizer(source: Path, folder: Path, original: HFSettings, vocab_size: int) -> None:
     """Writes the tokenizer.json of a SentencePiece model, which adds a begin and an end token to a text where
-    `add_bos_token` and `add_eos_token` of the original's settings say so, as transformers does for the model itself."""
+    `add_bos_token` and `add_eos_token` of the original's settings say so, as transformers does for the model itself.
+    Nothing for another tokenizer; DataError for a model that cannot be converted."""
+    if load_tokenizer(source).engine != "sentencepiece":
+        return
     tokenizer, special_ids = _load_tokenizer(source, vocab_size), load_tokenizer(source).special_ids
     settings, tokens = original.read_json("tokenizer_config.json"), {}
     for role, name in (("begin", "add_bos_token"), ("end", "add_eos_token")):
