@@ -387,16 +387,18 @@ def make_tokenizer(
 
 def _write_datasets(found: TextSurvey, tokenizer: Path | None, plan: Plan, folder: Path, report: Report) -> None:
     """Writes the tokenizer and the datasets, replacing existing ones (a killed start may have read another text).
-    Where what is held out does not fill a row, it is the last fifth of each document; FieldError if that does not."""
+    Where what is held out does not fill a row, it is a fifth; FieldError if that does not."""
     paths, selection = [item.path for item in found.inputs], found.selection()
     chosen = tokenizer or folder / "tokenizer.json"
     if tokenizer is None:
         make_tokenizer(paths, selection, plan.vocab_size, chosen)
     few = found.has_fewer_documents(FEW_DOCUMENTS)
-    first: dict[str, Any] = {"holdout_tail": Fraction(1, 20)} if few else {"holdout": 50}
+    shares: list[dict[str, Any]] = [{"holdout": 50}, {"holdout": 5}]
+    if few:
+        shares = [{"holdout_tail": Fraction(1, 20)}, {"holdout_tail": Fraction(1, 5)}]
     workers = suitable_workers(found.bytes, os.cpu_count() or 1)
     row_tokens = plan.config.data.sequence_length + 1
-    for held_out in (first, {"holdout_tail": Fraction(1, 5)}):
+    for held_out in shares:
         with ProgressBar("Tokenizing") as bar:
             done = preprocess(
                 paths, chosen, folder / "text", selection=selection, on_error="skip", source=found.name,
@@ -406,7 +408,7 @@ def _write_datasets(found: TextSurvey, tokenizer: Path | None, plan: Plan, folde
         if held_out_tokens >= row_tokens:
             break
     else:
-        rule = f"have {row_tokens:,} tokens in its last fifth, which is held out"
+        rule = f"have {row_tokens:,} tokens in the fifth that is held out"
         raise FieldError("PATH", rule, got=f"{found.name} with {held_out_tokens:,}", hint="add text")
     left_out = f", {pluralize(done.broken, 'broken record')} left out" if done.broken else ""
     documents, held_out_text = done.documents, f"{done.held_out:,}"

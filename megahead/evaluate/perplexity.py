@@ -137,6 +137,7 @@ def open_held_out(config: RunConfig, dataset: str | None = None, fingerprint: st
         rule = "be cut by the tokenizer that the model was trained with"
         raise FieldError("dataset", rule, got=f"{prefix}, cut by {identity}")
     require_end_tokens(config.data, text)
+    text.expect_ids_below(config.model.vocab_size)
     return held_out_samples(text, config.sample_length())
 
 

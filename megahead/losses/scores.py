@@ -57,13 +57,18 @@ class Cosine(Score):
     """`cos(h, e) / T`, as in SimCLR (Chen et al. 2020, arXiv 2002.05709)."""
 
     def transform_outputs(self, outputs_ND: Tensor) -> Tensor:
-        return super().transform_outputs(F.normalize(outputs_ND, dim=-1))
+        return super().transform_outputs(_normalize(outputs_ND))
 
     def transform_rows(self, rows_UD: Tensor) -> Tensor:
-        return F.normalize(rows_UD, dim=-1)
+        return _normalize(rows_UD)
 
     def reference_scores(self, outputs_ND: Tensor, rows_UD: Tensor) -> Tensor:
         return F.cosine_similarity(outputs_ND[:, None], rows_UD, dim=-1) * self.scale
+
+
+def _normalize(vectors_ND: Tensor) -> Tensor:
+    """Of length 1; vectors of 0 remain (in fp16 torch's own least length, 1e-12, is 0)."""
+    return F.normalize(vectors_ND, dim=-1, eps=1e-6 if vectors_ND.dtype == torch.float16 else 1e-12)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from megahead.data.samples import RowSource, derive_seed
 from megahead.distributed.group import Group
 from megahead.losses.candidates import Candidates
 from megahead.losses.contrastive import CandidateSet, Objective
-from megahead.objectives.auxiliary import Auxiliary
+from megahead.objectives.auxiliary import Auxiliary, Targets
 from megahead.objectives.micro_batch import MicroBatch
 from megahead.sharded_embedding.table import RowPlan, plan_rows
 
@@ -164,18 +164,24 @@ class StepLoader:
     def step(self, first_sample: int) -> StepBatches:
         """The batches of the step that starts at `first_sample`.
 
-        One all-gather of 3 A numbers. If candidate groups are larger than micro-batches, one more of ids, and another
+        One all-gather of 4 A numbers. If candidate groups are larger than micro-batches, one more of ids, and another
         of the auxiliary objective's own targets.
         """
         ranks = self._group.size
         accumulation = self._batch.accumulation_steps(ranks)
         batches = [self._reader.read(self.samples(first_sample, k, self._group.rank)) for k in range(accumulation)]
+        own_targets = [self._auxiliary.targets(batch) for batch in batches]
         sizes = [
-            (batch.target_ids_N.numel(), batch.total_weight(), self._auxiliary.num_loss_terms(batch))
-            for batch in batches
+            (
+                batch.target_ids_N.numel(),
+                0 if own is None else len(own.ids_P),
+                batch.total_weight(),
+                self._auxiliary.num_loss_terms(batch),
+            )
+            for batch, own in zip(batches, own_targets, strict=True)
         ]
         local_sizes = torch.tensor([[size or 0 for size in batch_sizes] for batch_sizes in sizes], dtype=torch.float64)
-        counts_RA, weights_RA, auxiliary_RA = self._group.all_gather(local_sizes).unbind(-1)
+        counts_RA, own_counts_RA, weights_RA, auxiliary_RA = self._group.all_gather(local_sizes).unbind(-1)
         counts_RA = counts_RA.long()
         targets = int(counts_RA.sum())
         loss_weight, auxiliary_weight = (
@@ -183,7 +189,7 @@ class StepLoader:
         )
         factors = loss_weight, None if sizes[0][-1] is None else auxiliary_weight
         candidates = self._candidate_groups.choose(first_sample, batches, counts_RA, self._group)
-        auxiliary_candidates = self._auxiliary_candidates(first_sample, batches, auxiliary_RA.long())
+        auxiliary_candidates = self._own_candidates(first_sample, batches, own_targets, own_counts_RA.long())
         parts = zip(batches, candidates, auxiliary_candidates, strict=True)
         micro_batches = [MicroBatch(batch, groups, *factors, own) for batch, groups, own in parts]
         prepared = [
@@ -191,11 +197,10 @@ class StepLoader:
         ]
         return StepBatches(prepared, batches, targets, mean_candidates(micro_batches), self._plan_rows(prepared))
 
-    def _auxiliary_candidates(
-        self, first_sample: int, batches: Sequence[Batch], counts_RA: Tensor
+    def _own_candidates(
+        self, first_sample: int, batches: Sequence[Batch], targets: Sequence[Targets | None], counts_RA: Tensor
     ) -> list[tuple[Candidates, ...]]:
         """For each micro-batch, the candidates of the auxiliary objective's own targets; none if it has no targets."""
-        targets = [self._auxiliary.targets(batch) for batch in batches]
         auxiliary_batches = [
             replace(batch, target_index_N=own.index_P, target_ids_N=own.ids_P, weight_N=None)
             for batch, own in zip(batches, targets, strict=True)

@@ -162,6 +162,13 @@ def test_a_distance_ignores_the_scale_of_both_sides_and_a_cosine_that_of_either(
         assert scaled.item() == pytest.approx(losses[score])
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_rows_of_0_as_in_a_padded_table_have_a_cosine_of_0(dtype: torch.dtype) -> None:
+    rows = torch.tensor([[0.0, 0.0], [3e-3, 4e-3], [30.0, 40.0]], dtype=dtype)
+    expected = torch.tensor([[0.0, 0.0], [0.6, 0.8], [0.6, 0.8]])
+    torch.testing.assert_close(Cosine(1.0).transform_rows(rows).float(), expected, rtol=1e-2, atol=0)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
 def test_the_kernel_takes_a_cosine(monkeypatch: pytest.MonkeyPatch) -> None:
     interpret(monkeypatch)

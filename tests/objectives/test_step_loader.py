@@ -26,6 +26,7 @@ from megahead.data.writer import IndexedDatasetWriter
 from megahead.distributed.group import Group
 from megahead.losses.candidates import Candidates
 from megahead.losses.contrastive import build_objective
+from megahead.objectives.auxiliary import Auxiliary, Targets
 from megahead.objectives.loader import StepLoader, mean_candidates, prefetch
 from megahead.objectives.micro_batch import MicroBatch
 from support.on_ranks import on_ranks
@@ -250,6 +251,38 @@ def test_a_step_of_hardly_any_targets_is_averaged_over_those_and_may_have_none(t
     assert step.targets == targets
     assert {micro.loss_weight for micro in step.micro_batches} == {4 / max(targets, 1)}
     assert step.candidates == 0  # the whole vocabulary
+
+
+class OfTexts(Auxiliary):
+    """A mean over texts of what an objective predicts of its own targets."""
+
+    @classmethod
+    def targets(cls, batch: Batch) -> Targets:
+        return Targets(batch.target_index_N[::3], batch.target_ids_N[::3])
+
+    @classmethod
+    def num_loss_terms(cls, batch: Batch) -> int:
+        return len(batch.input_ids_BT)
+
+
+@pytest.mark.parametrize("group_samples", [2, 4, 8])
+def test_own_targets_have_their_candidates_whatever_their_loss_is_a_mean_over(
+    tmp_path: Path, group_samples: int
+) -> None:
+    config = small_config(tmp_path, {"batch.micro_size": 2})
+    step = StepLoader(
+        Numbered(), build_objective(config.objective, VOCABULARY), config.data, config.batch, Group(),
+        group_samples=group_samples, auxiliary=OfTexts,
+    ).step(0)  # type: ignore[arg-type] # fmt: skip
+    for first in range(0, len(step.micro_batches), group_samples // 2):
+        micro_batches = step.micro_batches[first : first + group_samples // 2]
+        ids = torch.cat([OfTexts.targets(micro.batch).ids_P for micro in micro_batches])
+        for micro in micro_batches:
+            (candidates,) = micro.auxiliary_candidates
+            assert candidates.ids_U is not None
+            assert candidates.ids_U.tolist() == ids.unique().tolist()
+            assert torch.equal(candidates.ids_U[candidates.target_N], OfTexts.targets(micro.batch).ids_P)
+    assert {micro.auxiliary_weight for micro in step.micro_batches} == {len(step.micro_batches) / 8}
 
 
 @pytest.mark.parametrize("group_samples", [1, 2, 4])

@@ -38,7 +38,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
         (
             "many.jsonl",
             "".join(json.dumps({"text": TEXT[n : n + 83]}) + "\n" for n in range(0, 25_000, 100)),
-            "250 documents, the last 20 % of each held out",
+            "250 documents, 50 held out",
         ),
     ],
 )

@@ -11,9 +11,11 @@ import torch
 from megahead.checkpoints.reading import Checkpoint, open_checkpoint
 from megahead.config.objective import HeadName
 from megahead.config.run import RunConfig
+from megahead.data.writer import IndexedDatasetWriter
 from megahead.distributed import tensors as blocks
 from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
+from megahead.errors import DataError
 from megahead.evaluate.perplexity import evaluate_checkpoint, evaluate_on_datasets
 from megahead.hf.export import export
 from megahead.hf.trained import TrainedModel
@@ -105,6 +107,11 @@ def test_what_reads_a_checkpoint_reads_it_up_to_date(tmp_path: Path) -> None:
     both = evaluate_on_datasets(rows, "pmi", [tmp_path / "text", other])
     assert both == [evaluate_checkpoint(rows, "pmi"), evaluate_checkpoint(rows, "pmi", dataset=other)]
     assert both[0] != both[1]
+    with IndexedDatasetWriter(tmp_path / "foreign", vocab_size=63) as writer:
+        writer.add_document([*range(30, 63), 0])
+    (tmp_path / "foreign.json").unlink()
+    with pytest.raises(DataError, match="must hold ids below 60 only, but token 30 is 60"):
+        evaluate_checkpoint(rows, "pmi", dataset=str(tmp_path / "foreign"))
     assert read_metrics(dense).validation[-1]["loss"] == pytest.approx(told, abs=1e-5)
     models = [TrainedModel.open(folder).load().state_dict() for folder in (rows, dense)]
     for name, weight in models[1].items():
