@@ -264,10 +264,8 @@ def _check_lengths_and_ids(config: RunConfig) -> None:
 def _check_distilbert(config: RunConfig) -> None:
     """Refuses what no DistilBERT is exported with; checkpoints of earlier versions may have it."""
     eps = config.model.norm_eps
-    rule, hint = (
-        f"be {DISTILBERT_EPS} in a DistilBERT (model.token_types 0)",
-        "leave it out, or set model.token_types=2",
-    )
+    rule = f"be {DISTILBERT_EPS} in a DistilBERT (model.token_types 0)"
+    hint = "leave it out, or set model.token_types=2"
     require(not config.model.is_distilbert() or eps == DISTILBERT_EPS, "model.norm_eps", rule, got=eps, hint=hint)
 
 

@@ -315,8 +315,8 @@ class Progress:
         return checkpoint.folder
 
     def _load(self, checkpoint: Checkpoint) -> None:
-        """Loads weights and optimizer state; a trained head that it lacks gets its initial values. Rows get their
-        pending updates by the settings of then."""
+        """Loads weights and optimizer state; a trained head that it lacks gets its initial values. If this run
+        updates by other settings, rows get their pending updates by those of the checkpoint first."""
         old, new = checkpoint.run_config().optimizer, self.phase.config.optimizer
         checkpoint.applies_updates = (old.betas, old.eps, old.weight_decay) != (new.betas, new.eps, new.weight_decay)
         self.engine.load(WithInitialHead(checkpoint), checkpoint.state_value("optimizer_steps", int))
