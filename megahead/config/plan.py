@@ -231,7 +231,8 @@ def deepspeed_config(run: RunConfig, data_ranks: int, device: str = "cpu") -> di
         derived[name] = section | required
     # DeepSpeed's throughput timer makes the host wait for the device twice in every micro-batch
     quiet = {"steps_per_print": 10**9, "timers": {"throughput": {"enabled": False}}}
-    return {"zero_allow_untested_optimizer": True, **quiet, **content, **derived}
+    ours = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+    return {**ours, **quiet, **content, **derived}
 
 
 def read_deepspeed(name: str, config_file: Path | None = None) -> dict[str, Any]:

@@ -210,7 +210,7 @@ def start_deepspeed(
     """A `DeepSpeedEngine` for `module`, which it moves to `device` and, at stage 3, partitions. Collective. Initializes
     torch.distributed with this process alone if it is not initialized."""
     deepspeed = load_deepspeed(device)
-    _refuse_nvme_without_async_io(config)
+    _require_machine_support(config)
     deepspeed_errors = deepspeed.DeepSpeedConfigError, deepspeed.runtime.zero.utils.ZeRORuntimeException
     if device.index is not None:  # DeepSpeed reads its device from LOCAL_RANK, which srun and python do not set
         os.environ["LOCAL_RANK"] = str(device.index)
@@ -237,8 +237,13 @@ def start_deepspeed(
     return engine
 
 
-def _refuse_nvme_without_async_io(config: dict[str, Any]) -> None:
-    """ConfigError for offloading to NVMe if DeepSpeed cannot build its async_io operator."""
+def _require_machine_support(config: dict[str, Any]) -> None:
+    """ConfigError for fp16 on a device without it, or for offloading to NVMe if DeepSpeed cannot build its async_io
+    operator."""
+    if half_dtype(config) == torch.float16:
+        supported = importlib.import_module("deepspeed.accelerator").get_accelerator().is_fp16_supported()
+        if not supported:
+            raise ConfigError("engine.precision", "be fp32 or bf16 on a device without arithmetic in fp16", got="fp16")
     for name in ("offload_optimizer", "offload_param"):
         if (config.get("zero_optimization", {}).get(name) or {}).get("device") == "nvme":
             operator = importlib.import_module("deepspeed.ops.op_builder").AsyncIOBuilder()

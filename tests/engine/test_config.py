@@ -62,3 +62,15 @@ def refused_nvme(group: Group) -> str:
 def test_offloading_to_nvme_without_libaio_is_refused_before_weights_are_partitioned() -> None:
     (sentence,) = on_ranks(1, refused_nvme)
     assert sentence.startswith("`engine.deepspeed.zero_optimization.offload_optimizer.device` must be cpu on a machine")
+
+
+def refused_fp16(group: Group) -> str:
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().is_fp16_supported = lambda: False
+    return refused(group, {"precision": "fp16"})
+
+
+def test_fp16_is_refused_where_the_device_has_none() -> None:
+    (sentence,) = on_ranks(1, refused_fp16)
+    assert sentence.startswith("`engine.precision` must be fp32 or bf16 on a device without arithmetic in fp16")
