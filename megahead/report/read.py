@@ -51,27 +51,36 @@ class RunMetrics:
 def read_metrics(run: Path) -> RunMetrics:
     """The metrics of a run folder (or of a metrics.jsonl itself).
 
-    Ignores an incomplete last line and steps that a rollback or a later session discarded; of several lines for one
-    step the last counts. UserError if there is no log, or if another line is malformed.
+    Ignores an incomplete last line and steps that a rollback or a later session discarded, unless one after it
+    continues them; of several lines for one step the last counts. UserError if there is no log, or if another line is
+    malformed.
     """
     path = run if run.suffix == ".jsonl" else RunFolder(run).metrics
-    by_step: dict[str, dict[int, Record]] = {"training": {}, "validation": {}, "tasks": {}}
-    events: list[Record] = []
+    lines: list[Record] = []
+    saved, earlier, events = lines, [lines], list[Record]()
     for record in _records(path):
-        step = record["step"]
-        if _RESTART_KEYS & record.keys():
-            last_valid = record.get("session", {}).get("continues", step)
-            for kind, lines in by_step.items():
-                by_step[kind] = {step: line for step, line in lines.items() if step <= last_valid}
-        if "validation" in record:
-            progress = {key: record[key] for key in ("step", "tokens", "seconds")}
-            by_step["validation"][step] = progress | record["validation"]
-        elif "tasks" in record:
-            by_step["tasks"][step] = record
-        elif "loss" in record:
-            by_step["training"][step] = record
-        elif _EVENT_KEYS & record.keys():
+        if _EVENT_KEYS & record.keys():
             events.append(record)
+        else:
+            lines.append(record)
+        if "checkpoint" in record:
+            saved = lines
+        if _RESTART_KEYS & record.keys():
+            last_valid = record.get("session", {}).get("continues", record["step"])
+            if "session" in record:  # the newest checkpoint may be of a history from which an earlier session departed
+                histories = (saved, lines, *reversed(earlier))
+                lines = next((h for h in histories if any(line["step"] >= last_valid for line in h)), lines)
+            lines = [line for line in lines if line["step"] <= last_valid]
+            earlier.append(lines)
+    by_step: dict[str, dict[int, Record]] = {"training": {}, "validation": {}, "tasks": {}}
+    for line in lines:
+        if "validation" in line:
+            progress = {key: line[key] for key in ("step", "tokens", "seconds")}
+            by_step["validation"][line["step"]] = progress | line["validation"]
+        elif "tasks" in line:
+            by_step["tasks"][line["step"]] = line
+        elif "loss" in line:
+            by_step["training"][line["step"]] = line
     if not by_step["training"] and not by_step["validation"]:
         raise UserError(f"{path} must hold metrics of a run, but holds no line yet; try again after the first step.")
     name = path.parent.name if path.parent.name not in ("", "..") else path.parent.resolve().name

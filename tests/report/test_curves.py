@@ -77,6 +77,31 @@ def test_a_session_that_went_on_from_elsewhere_has_no_part_in_what_stood_here(tm
     assert not run.validation
 
 
+@pytest.mark.parametrize(
+    ("abandoned", "save"),
+    [([11, 14], False), ([11, 14], True), ([11, 19, 25], True)],
+    ids=["unsaved", "saved", "longer"],
+)
+def test_a_session_that_continues_what_an_earlier_one_left_takes_its_lines_back(
+    tmp_path: Path, abandoned: list[int], save: bool
+) -> None:
+    """Someone resumed step 10, and was stopped before its first save: the newest checkpoint is still that of 20."""
+
+    def session(step: int) -> dict[str, object]:
+        return {"step": step, "tokens": 100 * step, "seconds": 2.0 * step, "session": {"continues": step}}
+
+    saves = [{"step": 20, "tokens": 2000, "seconds": 40.0, "checkpoint": {"stall_seconds": 0.1}}] * save
+    tasks = {"step": 20, "tokens": 2000, "seconds": 40.0, "tasks": {}}  # evaluated after the save
+    records = [session(0), *map(training, range(1, 21)), *saves, evaluation(20, 80.0), tasks, training(21), session(10)]
+    records += [*(training(step, loss=99.0) for step in abandoned), evaluation(11, 99.0), session(20)]
+    run = read_metrics(write_run(tmp_path / "run", *records, training(22)))
+    assert [record["step"] for record in run.training] == [*range(1, 21), 22]
+    assert all(record["loss"] < 99 for record in run.training)
+    assert [record["perplexity"] for record in run.validation] == [80.0]
+    assert run.tasks == [tasks]
+    assert len(run.events) == 3
+
+
 def test_no_run_a_broken_one_and_an_empty_one_are_reported(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"nothing/metrics\.jsonl must be the metrics of a run"):
         read_metrics(tmp_path / "nothing")
