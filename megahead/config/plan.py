@@ -205,8 +205,8 @@ def deepspeed_config(run: RunConfig, data_ranks: int, device: str = "cpu") -> di
     content = run.engine.deepspeed
     content = read_deepspeed(content) if isinstance(content, str) else content
     _check_keys(content, KNOWN_KEYS)
-    content = _without_unused_offload(content)
     stage = zero_stage(content)
+    content = _without_unused_offload(content, stage)
     allowed = stage < 3 or run.engine.activation_checkpointing != "selective"
     rule = "be true or false at ZeRO stage 3, where DeepSpeed overwrites saved products"
     require(allowed, "engine.activation_checkpointing", rule, got="`selective`")
@@ -275,13 +275,14 @@ def _section(content: dict[str, Any], name: str) -> dict[str, Any]:
     return section
 
 
-def _without_unused_offload(content: dict[str, Any]) -> dict[str, Any]:
-    """`content` without `offload_optimizer` and `offload_param` that are null or whose device is none, DeepSpeed's
-    default."""
+def _without_unused_offload(content: dict[str, Any], stage: int) -> dict[str, Any]:
+    """`content` without an `offload_optimizer` or `offload_param` that DeepSpeed ignores: null, to the device none (the
+    default), or at a ZeRO stage below 1 or 3."""
     zero = dict(_section(content, "zero_optimization"))
-    for name in ("offload_optimizer", "offload_param"):
+    for name, lowest_stage in (("offload_optimizer", 1), ("offload_param", 3)):
         section = zero.get(name)
-        if section is None or (isinstance(section, dict) and section.get("device") in (None, "none")):
+        no_device = section is None or (isinstance(section, dict) and section.get("device") in (None, "none"))
+        if no_device or stage < lowest_stage:
             zero.pop(name, None)
     return content | {"zero_optimization": zero}
 

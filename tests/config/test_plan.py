@@ -35,10 +35,26 @@ def test_a_plan_holds_what_config_and_ranks_decide_together(tmp_path: Path) -> N
     assert (plan.group_samples(), plan.group_samples(saved=8)) == (2, 8)
 
 
-@pytest.mark.parametrize("section", [None, {}, {"device": "none"}, {"device": None, "pin_memory": True}])
-def test_an_offload_to_no_device_is_none(tmp_path: Path, section: Any) -> None:
-    """As in DeepSpeed; the estimate counted the optimizer's state as the host's."""
-    stages = [{"stage": 1}, {"stage": 1, "offload_optimizer": section, "offload_param": section}]
+CPU = {"device": "cpu"}
+
+
+@pytest.mark.parametrize(
+    ("stage", "sections"),
+    [
+        *(
+            (1, dict.fromkeys(("offload_optimizer", "offload_param"), section))
+            for section in (None, {}, {"device": "none"})
+        ),
+        (1, {"offload_optimizer": {"device": None, "pin_memory": True}}),
+        (0, {"offload_optimizer": CPU, "offload_param": CPU}),
+        (1, {"offload_param": CPU}),
+        (2, {"offload_param": CPU}),
+    ],
+    ids=str,
+)
+def test_an_offload_that_deepspeed_ignores_is_none(tmp_path: Path, stage: int, sections: dict[str, Any]) -> None:
+    """The estimate counted the optimizer's state or the weights as the host's."""
+    stages = [{"stage": stage}, {"stage": stage, **sections}]
     configs = [small_config(tmp_path, {"engine.deepspeed": {"zero_optimization": zero}}) for zero in stages]
     without, unused = (RunPlan.of(config, 2) for config in configs)
     assert without.deepspeed == unused.deepspeed
