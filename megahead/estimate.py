@@ -60,7 +60,7 @@ def _candidates_of_group(config: RunConfig, targets_per_row: int, data_ranks: in
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """Trained parameters by part."""
+    """Parameters by part."""
 
     embedding: int
     """V D."""
@@ -121,8 +121,8 @@ def block_biases(config: ModelConfig) -> int:
 
 
 def run_parameters(config: RunConfig) -> ParameterCounts:
-    """Trained parameters of a run in its last phase. A mask decoder has further layers after an encoder's; they alone
-    see mask tokens, and exports leave them out."""
+    """Parameters of a run in its last phase, with those that `init.mode` freezes. A mask decoder has further layers
+    after an encoder's; they alone see mask tokens, and exports leave them out."""
     model, generator = config.model_with_mask_decoder(), config.generator_config()
     table = model.padded_vocab_size() * model.hidden_size
     head = table * phases_of(config)[-1].config.objective.trains_head() + _replicated_head(config)
@@ -157,7 +157,8 @@ def activation_bytes(config: RunConfig, element_size: int) -> float:
     (4 D + F) / t outputs of matmuls and attention. A Llama's block saves four inputs (plain and normed) and (3 A + 2 K
     + 4 F) / t elements, with QK norms another A + K; `selective` saves 2 D + (2 A + 2 K + 2 F) / t. On a CPU a Llama's
     norms save their outputs twice. A Gemma 3's block saves two more inputs. Sequence parallelism also divides inputs by
-    t, but gathers those of one layer at a time.
+    t, but gathers those of one layer at a time. A frozen block under a frozen embedding saves nothing; under a trained
+    one fewer inputs than is counted.
     """
     model, tensor = config.model_with_mask_decoder(), config.parallel.tensor
     tokens = config.batch.micro_size * config.data.sequence_length
@@ -173,9 +174,10 @@ def activation_bytes(config: RunConfig, element_size: int) -> float:
     recompute = config.engine.activation_checkpointing
     selective = block_input + 2 * model.hidden_size + products
     saved_per_layer = {False: block, True: block_input, "selective": selective}[recompute]
-    temporary = (block if recompute else 0) + model.hidden_size - block_input
+    is_frozen = config.freezes_embedding()
+    temporary = (block if recompute or is_frozen else 0) + model.hidden_size - block_input
     skipped_layers = sum(subset.skipped_layers() for subset in subset_layers(config))
-    layers = sum(model.num_layers for model in _model_configs(config)) - skipped_layers
+    layers = 0 if is_frozen else sum(model.num_layers for model in _model_configs(config)) - skipped_layers
     auxiliary_layers = config.objective.auxiliary_or_empty().num_layers * tensor  # each rank has them whole
     return element_size * tokens * (layers * saved_per_layer + auxiliary_layers * block + temporary)
 
@@ -183,8 +185,9 @@ def activation_bytes(config: RunConfig, element_size: int) -> float:
 # Floating-point operations of training, from the config.
 #
 # A product of [m, k] and [k, n] takes 2 m k n operations. The backward pass computes two products for each of the
-# forward pass, so training takes three times its operations (Kaplan et al. 2020, arXiv 2001.08361). Norms, activations,
-# softmax, lookups and recomputation are not counted. D hidden size, A total width of the query heads (mostly D), F MLP
+# forward pass, so training takes three times its operations (Kaplan et al. 2020, arXiv 2001.08361), or twice under
+# frozen weights, or one time where nothing before them is trained. Norms, activations, softmax, lookups and
+# recomputation are not counted. D hidden size, A total width of the query heads (mostly D), F MLP
 # width, L blocks, T tokens per row, U candidates of the softmax.
 
 
@@ -261,9 +264,13 @@ def run_flops(config: RunConfig, candidate_rows: int, data_ranks: int = 1) -> Fl
     if generator is None:
         outputs = None if auxiliary.needs_all_outputs else targets
         flops = training_flops(model, length, 0, targets=outputs, subsets=subset_layers(config))
-        return replace(flops, head=head)
-    generator_flops = training_flops(generator, length, 0, targets=targets)
-    flops = training_flops(model, length, candidate_rows=0)
+        generator_flops = FlopsPerToken(0, 0, 0)
+    else:
+        flops = training_flops(model, length, candidate_rows=0)
+        generator_flops = training_flops(generator, length, 0, targets=targets)
+    if config.freezes_body():  # a product of two activations has no gradient of weights to leave out
+        body, attention = (1, 1) if config.freezes_embedding() else (2, 3)
+        flops = replace(flops, body=flops.body * body / 3, attention=flops.attention * attention / 3)
     return FlopsPerToken(generator_flops.body + flops.body, generator_flops.attention + flops.attention, head)
 
 
@@ -377,11 +384,12 @@ def _ids_of_step(plan: RunPlan) -> int:
 
 
 def _muon_parameters(config: RunConfig) -> float:
-    """Parameters of one tensor rank that Muon updates: matrices of blocks."""
+    """Parameters of one tensor rank that Muon updates: matrices of trained blocks."""
     if config.optimizer.name != "muon":
         return 0
     own = config.objective.auxiliary_or_empty().head_blocks(config.model)
-    split_layers = sum(model.num_layers for model in _model_configs(config)) / config.parallel.tensor
+    trained = _model_configs(config)[config.freezes_body() :]
+    split_layers = sum(model.num_layers for model in trained) / config.parallel.tensor
     layers = split_layers + (0 if own is None else own.num_layers)
     return layers * (attention_matrices(config.model) + mlp_matrices(config.model))
 
@@ -391,28 +399,30 @@ def _zero_bytes(plan: RunPlan, precision: str) -> tuple[float, float, float, flo
 
     Where two buffers never exist at the same time, the larger one is counted. Buckets are counted in full.
     """
-    parameters, zero, stage = rank_parameters(plan.config), plan.zero, plan.zero_stage
-    share, element_size = parameters / plan.data_ranks, 4 if precision == "fp32" else 2
+    parameters, trained = rank_parameters(plan.config), rank_parameters(plan.config, trained=True)
+    zero, stage, element_size = plan.zero, plan.zero_stage, 4 if precision == "fp32" else 2
+    share = trained / plan.data_ranks
     bucket, buckets = _zero_setting(zero, "reduce_bucket_size"), 2 if stage < 3 and zero.get("overlap_comm") else 1
     bucket_bytes = (
         (4 if stage == 1 else element_size) * bucket * buckets if zero.get("contiguous_gradients", True) else 0
     )
-    send_copy = 4 * min(parameters, bucket)  # of the gradients in one all-reduce
+    send_copy = 4 * min(trained, bucket)  # of the gradients in one all-reduce
     if stage == 0:  # autocast keeps weights in bf16 from the forward to the backward pass
-        return 4 * parameters, 4 * parameters, 8 * parameters, send_copy + (2 * parameters if element_size == 2 else 0)
+        kept = trained if plan.config.freezes_embedding() else parameters
+        return 4 * parameters, 4 * trained, 8 * trained, send_copy + (2 * kept if element_size == 2 else 0)
     separate_fp32_sum = precision == "bf16" and "offload_optimizer" not in zero
     if stage == 1 and separate_fp32_sum:  # gradients: fp32 sum; buffers: bf16 gradients, or later the sum in bf16
-        return 2 * parameters, 4 * parameters, 12 * share, 2 * parameters + send_copy
+        return 2 * parameters, 4 * trained, 12 * share, 2 * trained + send_copy
     if stage == 1:  # the optimizer copies the rank's gradients; under fp32 after freeing the others
-        copy = 4 * share if element_size == 2 else max(0, 8 * share - 4 * parameters)
-        return element_size * parameters, 4 * parameters, 12 * share, copy + bucket_bytes
+        copy = 4 * share if element_size == 2 else max(0, 8 * share - 4 * trained)
+        return element_size * parameters, 4 * trained, 12 * share, copy + bucket_bytes
     if stage == 2:  # a micro-batch's gradients and their sum; later the gathered weights
-        largest = max(element_size * share, element_size * parameters - 4 * share)
+        largest = max(element_size * share, element_size * trained - 4 * share)
         return element_size * parameters, 4 * share, 12 * share, largest + bucket_bytes
     live = min(parameters, _zero_setting(zero, "stage3_max_live_parameters"))
     prefetched = min(parameters, _zero_setting(zero, "stage3_prefetch_bucket_size"))  # twice during the all-gather
     gathered = max(element_size * (live + prefetched), 4 * share)
-    return element_size * share, 4 * share, 12 * share, gathered + bucket_bytes
+    return element_size * parameters / plan.data_ranks, 4 * share, 12 * share, gathered + bucket_bytes
 
 
 def _zero_setting(zero: Mapping[str, Any], name: str) -> float:
@@ -438,18 +448,21 @@ def memory_reductions(plan: RunPlan, stage: int | None = None) -> list[str]:
     return hints
 
 
-def rank_parameters(config: RunConfig) -> int:
-    """Parameters of one tensor rank, without a sharded embedding. Norms, positions, biases of row-parallel layers, all
-    of a head but its matrix, and key and value projections with fewer heads than ranks are replicated."""
+def rank_parameters(config: RunConfig, *, trained: bool = False) -> int:
+    """Parameters of one tensor rank, without a sharded embedding; `trained`: only those that are not frozen. Norms,
+    positions, biases of row-parallel layers, all of a head but its matrix, and key and value projections with fewer
+    heads than ranks are replicated."""
     model, tensor = config.model_with_mask_decoder(), config.parallel.tensor
     norm, keys = norm_parameters(model), 2 * model.key_heads() * model.head_size()
     per_block = model.norms_per_block() * norm + model.hidden_size * ((model.attention_bias == "all") + model.mlp_bias)
     per_block += 2 * model.head_size() if model.qk_norm else 0
     per_block += keys * (model.hidden_size + (model.attention_bias != "none")) if model.key_heads() < tensor else 0
-    counts, models = run_parameters(config), _model_configs(config)
+    is_frozen, counts = trained and config.freezes_body(), run_parameters(config)
+    models = _model_configs(config)[is_frozen:]
     replicated = sum(each.num_layers * per_block + norm + position_parameters(each) for each in models)
     replicated += _replicated_head(config)
-    excluded = counts.embedding if shards_embedding(config) else 0
+    excluded = counts.body if is_frozen else 0
+    excluded += counts.embedding if shards_embedding(config) or (trained and config.freezes_embedding()) else 0
     return replicated + (counts.total - excluded - replicated) // tensor
 
 

@@ -83,6 +83,14 @@ class RunConfig(Settings):
         first_masked_layer = self.masking.masks_from_layer if self.masking else 0
         return f"reads mask tokens from layer {first_masked_layer} on" if first_masked_layer else None
 
+    def freezes_body(self) -> bool:
+        """Whether all of the backbone but the embedding is frozen."""
+        return self.init is not None and self.init.mode in ("probe", "table")
+
+    def freezes_embedding(self) -> bool:
+        """Whether the embedding is frozen, too, so that nothing before the head has a gradient."""
+        return self.init is not None and self.init.mode == "probe"
+
     def reads_items(self) -> bool:
         """Whether its rows are sequences of items instead of text (docs/items.md)."""
         return self.tasks is not None and self.tasks.items is not None

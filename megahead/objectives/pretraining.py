@@ -399,7 +399,8 @@ def build_parallel_model(config: RunConfig, group: Group, device: torch.device) 
     """The model of `config`, split over `group`. Its parameters have a shape on `device`, but no memory.
 
     `load_weights_` allocates and sets them; so does an engine, which may partition them further. No rank allocates the
-    full model. With one rank the layers are the plain ones. No communication.
+    full model. With one rank the layers are the plain ones. Parameters that `init.mode` freezes need no gradients. No
+    communication.
     """
     with torch.device("meta"):
         module = build_pretraining(config)
@@ -411,6 +412,9 @@ def build_parallel_model(config: RunConfig, group: Group, device: torch.device) 
             setattr(layer, name, nn.Parameter(scalar.expand(parameter.shape)))
     for name in shard_dims(module):
         module.get_parameter(name).model_parallel = True  # type: ignore[attr-defined]  # lost with the meta parameters
+    if config.freezes_body():
+        module.backbone.requires_grad_(False)
+        module.backbone.embedding.requires_grad_(not config.freezes_embedding())
     return module
 
 

@@ -461,9 +461,6 @@ def build_engine(
     config = plan.config
     pretraining = build_parallel_model(config, mesh.tensor_group, device)
     engine_lines = configure_blocks_(pretraining, config, device, plan.zero_stage)
-    if config.init and config.init.mode in ("probe", "table"):  # `table` trains the embedding
-        pretraining.backbone.requires_grad_(False)
-        pretraining.backbone.embedding.requires_grad_(config.init.mode == "table")
     shard_embedding_(pretraining.backbone, config, mesh, device)
     optimizer, arguments = build_optimizer(pretraining, config.optimizer), {"mesh": mesh, "device": device}
     engine = start_engine(pretraining, optimizer=optimizer, config=plan.deepspeed, weights=weights, **arguments)

@@ -251,12 +251,24 @@ def counted_step(config: RunConfig, misses: bool = False) -> tuple[float, int]:
     tokens, collator = np.random.default_rng(0).integers(4, 61, (4, 19)), held_out_collator(config)
     cut = {"end_token": 0, "isolate_documents": False, "boundary_targets": True}
     batch = causal_batch(tokens, **cut) if config.masking is None else collator.batch(tokens[:, :16], range(4))
-    model, candidates = initialized(config), unique_candidates(batch.target_ids_N)
+    find = unique_candidates if config.objective.name == "headless" else all_rows_as_candidates
+    model, candidates = initialized(config), find(batch.target_ids_N)
     model.on_errors = (lambda *_: None) if misses else None
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         model(MicroBatch(batch, (candidates,), 1.0)).backward()
-    assert candidates.ids_U is not None
-    return counter.get_total_flops(), candidates.ids_U.numel()
+    return counter.get_total_flops(), 0 if candidates.ids_U is None else candidates.ids_U.numel()
+
+
+@pytest.mark.parametrize(("mode", "objective"), [("table", {}), ("probe", {"name": "vanilla"})])
+def test_frozen_weights_are_counted_without_gradients(mode: str, objective: dict[str, Any]) -> None:
+    shape = {"model": {**CONFIG.model_dump(), "vocab_size": 64}, "data": {"sequence_length": 18}}
+    init = {"from_checkpoint": "earlier", "mode": mode}
+    whole, frozen = (small_config(**shape, objective=objective, **more) for more in ({}, {"init": init}))
+    (all_flops, rows), (fewer, _) = counted_step(whole), counted_step(frozen)
+    before, after = run_flops(whole, rows), run_flops(frozen, rows)
+    attention = 18 / ((18 + 1) / 2) * (before.attention - after.attention)  # of which torch counts every pair
+    assert all_flops - fewer == pytest.approx(72 * (before.body - after.body + attention))
+    assert before.head == after.head
 
 
 def test_a_vanilla_share_of_the_loss_is_counted_with_all_ids(monkeypatch):

@@ -39,6 +39,38 @@ def test_parameters_of_a_tensor_rank_are_those_of_the_split_model(tensor: int, b
     assert rank_parameters(config) == sum(p.numel() for p in split.parameters())
 
 
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("init.mode=probe", "objective.name=vanilla", "objective.output_bias=true"),
+        ("init.mode=table", "objective.learned_temperature=true"),
+        ("init.mode=table", "engine.embedding=rows"),
+    ],
+    ids=str,
+)
+def test_frozen_parameters_have_no_states(tensor: int, settings: tuple[str, ...]) -> None:
+    from_earlier = f"parallel.tensor={tensor}", "model.num_layers=3", "init.from_checkpoint=earlier"
+    plan = planned(*from_earlier, *settings, ranks=32)
+    split = build_parallel_model(plan.config, Group(0, tensor), torch.device("meta"))
+    shards = plan.config.engine.embedding == "rows"
+    count = sum(
+        p.numel() for name, p in split.named_parameters() if p.requires_grad and not (shards and "embed" in name)
+    )
+    assert rank_parameters(plan.config, trained=True) == count
+    for stage in range(0 if not shards else 1, 4):
+        memory = rank_memory(plan, stage)
+        assert memory.optimizer == (12 if stage else 8) * count / (plan.data_ranks if stage else 1)
+        assert memory.gradients == 4 * count / (plan.data_ranks if stage > 1 else 1)
+        assert memory.weights >= 2 * rank_parameters(plan.config) / (plan.data_ranks if stage == 3 else 1)
+
+
+def test_a_frozen_model_saves_nothing_for_a_backward_pass() -> None:
+    vanilla = "objective.name=vanilla", "init.from_checkpoint=earlier", "engine.activation_checkpointing=false"
+    whole, probe = (rank_memory(planned(*vanilla, f"init.mode={mode}")) for mode in ("finetune", "probe"))
+    assert 20 * probe.activations < whole.activations
+
+
 def test_an_encoders_transform_before_its_head_is_on_every_tensor_rank() -> None:
     config = load_config("bert-small-vanilla", ["parallel.tensor=2"])
     split = build_parallel_model(config, Group(0, 2), torch.device("meta"))
