@@ -103,7 +103,7 @@ class FaultPolicy:
         return self._rollbacks < self._rules.most_in_a_row
 
     def reset_rollbacks(self) -> None:
-        """Restarts the count of rollbacks; to be called after a save."""
+        """Restarts the count of rollbacks; to be called after a save, or if there was nothing to go back to."""
         self._rollbacks = 0
 
     def record_loss(self, loss: float, recent_losses: list[float]) -> None:

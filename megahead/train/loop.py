@@ -161,8 +161,8 @@ def handle_fault(run: Training, report: StepReport, first_sample: int) -> None:
             f"steps must be finite and without spikes, but {message}, {run.fault_policy.limit_reached()}; lower "
             "optimizer.learning_rate or the clipping threshold, use fp32 or bf16, or change `faults`, and resume."
         )
-    if action == "rollback":
-        _roll_back(run)
+    if action == "rollback" and not _roll_back(run):
+        run.fault_policy.reset_rollbacks()  # none has happened
 
 
 def _roll_back(run: Training) -> bool:
