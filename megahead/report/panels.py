@@ -81,6 +81,8 @@ def column(records: Sequence[Record], name: str) -> Any:
 
 def running_mean(values: Any, half_width: int) -> Any:
     """Mean of each value and its `half_width` neighbours on each side (fewer at the ends), ignoring non-finite ones."""
+    if not len(values):  # which numpy does not convolve
+        return values
     finite = np.isfinite(values)
     window, inner = np.ones(2 * half_width + 1), slice(half_width, half_width + len(values))
     # no differences of cumulative sums, which lose all digits after one huge value

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -129,8 +130,15 @@ def test_several_runs_are_named_with_their_last_perplexity(tmp_path: Path) -> No
     assert [text.get_text() for text in legend.get_texts()] == ["one  ·  perplexity 1,234", "two  ·  perplexity 1,234"]
 
 
-def test_a_png_is_written_even_of_a_run_that_went_wrong(tmp_path: Path) -> None:
-    records = [training(1), training(2, loss=math.nan, gradient_norm=math.inf), training(3, gradient_norm=None)]
+@pytest.mark.parametrize(
+    "records",
+    [
+        [training(1), training(2, loss=math.nan, gradient_norm=math.inf), training(3, gradient_norm=None)],
+        [evaluation(0, 80.0)],
+    ],
+    ids=["not finite", "one evaluation"],
+)
+def test_a_png_is_written_even_of_a_run_that_went_wrong(tmp_path: Path, records: list[dict[str, Any]]) -> None:
     output = save_figure(
         draw_curves([read_metrics(write_run(tmp_path / "run", *records))]), tmp_path / "plots" / "run.png"
     )
