@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.util import find_spec
@@ -91,13 +92,21 @@ def _trackio(trackio: Any, config: RunConfig) -> Board:
     return Tracker("trackio", lambda values, step: run.log(values, step=step), trackio.finish)
 
 
+_REFUSED_BY_MLFLOW = re.compile(r"[^\w\-. :/]")
+"""Characters that a metric's name may not have, as in mean_ndcg@10."""
+
+
 def _mlflow(mlflow: Any, config: RunConfig) -> Board:
     mlflow.set_experiment(config.training.mlflow)
     identity = _identity(config)
     runs = mlflow.search_runs(filter_string=f"tags.megahead = '{identity}'", output_format="list")
     mlflow.start_run(run_id=runs[0].info.run_id if runs else None, run_name=config.name, tags={"megahead": identity})
     mlflow.log_dict(config.model_dump(mode="json"), "config.json")
-    return Tracker("mlflow", lambda values, step: mlflow.log_metrics(values, step=step), mlflow.end_run)
+
+    def log(values: dict[str, float], step: int) -> None:
+        mlflow.log_metrics({_REFUSED_BY_MLFLOW.sub("_", name): value for name, value in values.items()}, step=step)
+
+    return Tracker("mlflow", log, mlflow.end_run)
 
 
 TRACKERS: dict[str, Callable[[Any, RunConfig], Board]] = {"wandb": _wandb, "trackio": _trackio, "mlflow": _mlflow}

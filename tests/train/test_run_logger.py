@@ -22,7 +22,7 @@ from megahead.engine.engine import Engine
 from megahead.errors import ConfigError
 from megahead.objectives.loader import StepBatches, StepLoader
 from megahead.report.read import read_metrics
-from megahead.train.boards import open_boards
+from megahead.train.boards import TRACKERS, open_boards
 from megahead.train.run import pretrain
 from support.on_ranks import on_ranks
 from support.small_run import small_config, write_text
@@ -160,6 +160,13 @@ def test_other_trackers_get_the_curves_where_asked_for(tmp_path: Path, name: str
     assert lines[-1][0].keys() >= {"validation/perplexity", "validation/loss"}
     assert calls[-1][0] == end
     assert "heads" in str(calls[0])
+
+
+def test_mlflow_gets_names_that_it_takes(tmp_path: Path) -> None:
+    calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+    board = TRACKERS["mlflow"](Recorder("mlflow", calls), small_config(tmp_path, {"training.mlflow": "heads"}))
+    board.add({"tasks/retrieval/mean_ndcg@10": 0.5, "train/a-b.c d:e_f": 2.0}, 3)
+    assert calls[-1] == ("log_metrics", ({"tasks/retrieval/mean_ndcg_10": 0.5, "train/a-b.c d:e_f": 2.0},), {"step": 3})
 
 
 def failing(_: Group, config: RunConfig, name: str, method: str) -> int:
