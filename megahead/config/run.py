@@ -256,6 +256,8 @@ def check_consistency(config: RunConfig) -> None:
     is_local = config.output_dir is None or not is_remote(config.output_dir)
     require(is_local, "output_dir", "be a folder of a disk", got=repr(config.output_dir), hint=hint)
     _check_schedule(config)
+    if config.data.validation is None:
+        refuse("training.keep_best", config.training.keep_best, "without data.validation, whose loss it compares")
     _check_tasks(config)
     _check_resume(config)
     _check_init(config)

@@ -20,6 +20,10 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         "`training.replicate_every` must be below training.checkpoint_every (1000), but is 1000 instead; a replica in memory is of use where it is newer than the checkpoint on disk.",
     ),
     ({"training.replicate_every": 0}, "`training.replicate_every` must be greater than 0, but is 0 instead."),
+    (
+        {"training.keep_best": 2, "data.validation": None},
+        "`training.keep_best` must be left out without data.validation, whose loss it compares, but is 2 instead.",
+    ),
     ({"training.steps": 0}, "`training.steps` must be greater than 0, but is 0 instead."),
     ({"optimizer.learning_rate": "fast"}, "`optimizer.learning_rate` must be a number, but is 'fast' instead."),
     (
