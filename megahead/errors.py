@@ -73,9 +73,9 @@ def existing_path(text: str) -> Path:
 
 
 def require_at_least(minimum: float, **options: float | None) -> None:
-    """FieldError for the first of a command's options that is below `minimum`; None: not set."""
+    """FieldError for the first of a command's options that is below `minimum` or NaN; None: not set."""
     for name, value in options.items():
-        if value is not None and value < minimum:
+        if value is not None and not value >= minimum:
             raise FieldError(f"--{name.replace('_', '-')}", f"be at least {minimum}", got=value)
 
 

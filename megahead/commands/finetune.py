@@ -160,8 +160,9 @@ def load_with_settings(name: str, arguments: argparse.Namespace) -> tuple[TaskDa
     changes = {key: value for key in names if (value := getattr(arguments, key)) is not None}
     if name.startswith(RETRIEVAL_PREFIX):
         changes |= {key: value for key in ("pooling", "temperature") if (value := getattr(arguments, key)) is not None}
-        return load_pairs(name, arguments.max_train_rows), ContrastiveSettings(**changes)
-    settings = paper_settings(name, arguments.loss, **changes)  # reports its errors before the data is read
+        contrastive = ContrastiveSettings(**changes)  # reports its errors before the data is read
+        return load_pairs(name, arguments.max_train_rows), contrastive
+    settings = paper_settings(name, arguments.loss, **changes)
     return load_task(name, arguments.data, max_train_rows=arguments.max_train_rows, languages=languages), settings
 
 

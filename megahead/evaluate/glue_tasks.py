@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import isfinite
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,6 +46,9 @@ class FineTuningSettings:
     gradient_clipping: float = 1.0
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, float) and not isfinite(value):
+                raise FieldError(f"--{name.replace('_', '-')}", "be a finite number", got=value)
         for name in ("learning_rate", "batch_size", "epochs"):
             if getattr(self, name) <= 0:
                 raise FieldError(f"--{name.replace('_', '-')}", "be above 0", got=getattr(self, name))

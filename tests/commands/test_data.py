@@ -193,6 +193,11 @@ def test_what_tables_hold_out_is_not_merged_with_what_they_train_on(tmp_path: Pa
         ("start.py", ["T", "--minutes", "inf"], "`--minutes` must be at least 1, but is inf instead"),
         (
             "estimate.py",
+            ["--config", "demo-headless", "--memory", "nan"],
+            "`--memory` must be at least 0, but is nan instead",
+        ),
+        (
+            "estimate.py",
             ["--config", "demo-headless", "--peak", "nan"],
             "must be above 0 and finite, but is nan instead",
         ),

@@ -89,6 +89,9 @@ def test_lines_that_were_left_out_are_reported(
         (["--task", "cb"], "`--task` must name tasks of glue/cola"),
         (["--task", "xnli/fr", "--languages", "fr,xx"], r"`--languages` must name languages of en, .*, but is xx"),
         (["--task", "superglue/cb", "--epochs", "0"], "`--epochs` must be above 0"),
+        (["--task", "superglue/cb", "--learning-rate", "inf"], "`--learning-rate` must be a finite number, but is inf"),
+        (["--task", "xnli/fr", "--learning-rate", "nan"], "`--learning-rate` must be a finite number, but is nan"),
+        (["--task", "superglue/cb", "--weight-decay", "nan"], "`--weight-decay` must be a finite number, but is nan"),
         (["--task", "superglue/cb", "--seeds", "0"], "`--seeds` must be at least 1"),
     ],
 )

@@ -174,6 +174,10 @@ def test_the_command_on_two_ranks_equals_one_process(tmp_path: Path) -> None:
         (["--seeds", 2, "--save", "F/new"], "`--save` must be given with one --model, one --task retrieval/PATH and"),
         (["--temperature", 0], "`--temperature` must be above 0"),
         (
+            ["--task", "retrieval/nowhere", "--temperature", "nan"],
+            "`--temperature` must be a finite number, but is nan",
+        ),
+        (
             ["--loss", "balanced"],
             "`--loss` must be left out with retrieval/PATH, which has no classes, but is balanced",
         ),
