@@ -273,15 +273,17 @@ def generate_continuation(
     """Generates up to `max_tokens` tokens after `prompt`, until the end token; an empty prompt starts a document.
     `stream` receives the text word by word, as it is generated.
 
-    A prompt longer than the model's context minus `max_tokens` is truncated on the left, after its bos token; `report`
-    receives a sentence about it.
+    What the tokenizer adds before a prompt stays, what it adds behind is left out. A prompt longer than the model's
+    context minus `max_tokens` is truncated on the left, after its bos token; `report` receives a sentence about it.
     """
     max_prompt_tokens = context_length(model) - max_tokens
     if max_prompt_tokens < 1:
         raise FieldError(
             "--max-new-tokens", f"be below the model's context ({max_prompt_tokens + max_tokens})", got=max_tokens
         )
-    ids = tokenizer(prompt, verbose=False)["input_ids"]
+    encoded = tokenizer(prompt, return_special_tokens_mask=True, verbose=False)
+    ids, is_added = encoded["input_ids"], encoded["special_tokens_mask"]
+    ids = ids[: max((end for end, added in enumerate(is_added, 1) if not added), default=0)]
     num_bos = int(ids[:1] == [tokenizer.bos_token_id])
     ids = ids[:num_bos] + _truncate_prompt(ids[num_bos:], max_prompt_tokens - num_bos, report)
     ids = ids or [start_token_id(tokenizer)]

@@ -31,7 +31,7 @@ from megahead.hf.trained import BACKBONE, EMBEDDING, HEAD, TrainedModel
 from megahead.hf.verify import Parity, verify
 
 PARITY_FILE = "parity.json"
-VERSION = 2  # raised when exports of the same checkpoint change; in 2, mask tokens have `lstrip`
+VERSION = 3  # raised when exports of the same checkpoint change; in 3, decoders' tokenizers add no special tokens
 SHARD_BYTES = 5 * 10**9
 
 

@@ -27,6 +27,7 @@ from megahead.data.train_tokenizer import set_mask_lstrip
 from megahead.data.vocabulary_map import ROLES
 from megahead.errors import CheckpointError, DataError
 from megahead.files import write_atomically
+from megahead.hf.encoders import ENCODERS
 from megahead.hf.heads import ExportTarget
 from megahead.run_folder import RunFolder
 
@@ -108,10 +109,13 @@ class HFSettings:
         return content if isinstance(content, dict) else {}
 
     def find_conflict(self, config: RunConfig, tokenizer: Path | None) -> str | None:
-        """Returns why the files are wrong for a run with this config and tokenizer (the run tokenizes or ends texts in
-        another way), or None."""
+        """Returns why the files are wrong for a run with this config and tokenizer (the run tokenizes, ends or reads
+        texts in another way), or None."""
         if tokenizer is not None and not self._has_same_ids(tokenizer):
             return "the run has another tokenizer"
+        family = ENCODERS.get(self.read_json(CONFIG_FILE)["model_type"])
+        if family is not None and (family.head_type == "CausalLM") != config.model.is_causal:
+            return "the run reads texts in another direction"
         if config.masking is not None and not config.model.is_causal:
             special_ids = self.special_ids(tokenizer).items()
             is_same = all(id_ in (None, getattr(config.masking, role)) for role, id_ in special_ids)
@@ -176,7 +180,8 @@ def write_settings(folder: Path, target: ExportTarget) -> tuple[Path | None, str
     """Writes config.json, generation_config.json and the tokenizer files; returns the tokenizer's source, and why
     settings of the folder that the run started from were not used, or None.
 
-    Those settings stay as they are, except for what the run changed. If there are none, or the run tokenizes or ends
+    Those settings stay as they are, except for what the run changed: their tokenizer adds the tokens that the folder's
+    added to a text, though a decoder's rows have none of them. If there are none, or the run tokenizes, ends or reads
     texts in another way, special tokens are those of the run's config.
     """
     model = target.model
@@ -293,8 +298,9 @@ def write_tokenizer(source: Path, folder: Path, config: RunConfig) -> dict[str, 
     """Copies the tokenizer at `source` and writes its settings; returns the ids that generation needs. For a
     SentencePiece model it also writes the tokenizer.json that gives the same ids.
 
-    No special tokens are added: the end token also begins texts, as in training; the padding and the unknown token are
-    the tokenizer's, or the end token again. Raises DataError for a tokenizer that cannot be this model's.
+    It adds no special tokens to a text, whatever the file says, as rows have none but the end token. That also begins
+    texts; the padding and the unknown token are the tokenizer's, or the end token again. Raises DataError for a
+    tokenizer that cannot be this model's.
     """
     tokenizer, end_id = _load_tokenizer(source, config.model.vocab_size), config.data.end_token
     end_token = _token_text(tokenizer, source, "data.end_token", end_id)
@@ -304,8 +310,22 @@ def write_tokenizer(source: Path, folder: Path, config: RunConfig) -> dict[str, 
     special_tokens = {"bos_token": end_token, "eos_token": end_token}
     special_tokens |= {name: str(tokenizer.id_to_token(id_)) for name, id_ in ids.items()}
     _copy_tokenizer(source, tokenizer, folder)
-    _write_tokenizer_config(folder, config, special_tokens)
+    _add_no_special_tokens(folder / "tokenizer.json")
+    # llama.cpp would add them to a SentencePiece model's texts
+    _write_tokenizer_config(folder, config, special_tokens, add_bos_token=False, add_eos_token=False)
     return {"pad_token_id": ids["pad_token"]}
+
+
+def _add_no_special_tokens(path: Path) -> None:
+    """Removes from a tokenizer.json what adds tokens to a text: all of its post-processor but ByteLevel, which changes
+    offsets alone."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    processor = content.get("post_processor") or {"type": "Sequence", "processors": []}
+    parts = processor["processors"] if processor["type"] == "Sequence" else [processor]
+    kept = [part for part in parts if part["type"] == "ByteLevel"]
+    if kept != parts:
+        content["post_processor"] = {"type": "Sequence", "processors": kept} if kept else None
+        path.write_text(json.dumps(content, ensure_ascii=False, indent=2), encoding="utf-8")
 
 
 def write_encoder_tokenizer(source: Path, folder: Path, config: RunConfig) -> dict[str, int]:

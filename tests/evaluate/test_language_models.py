@@ -193,11 +193,13 @@ def test_an_empty_prompt_begins_after_an_end_token_or_is_refused(decoder: Path) 
         generate_continuation(model, tokenizer, "", 4, greedy)
 
 
-def test_a_long_prompt_keeps_its_begin_token(decoder: Path) -> None:
+@pytest.mark.parametrize("behind", ["", " <|padding|>"])
+def test_a_long_prompt_keeps_its_begin_token_and_has_no_end(decoder: Path, behind: str) -> None:
     model, tokenizer, greedy = load_causal(decoder), load_tokenizer_folder(decoder), sampling_options(0, 0, 1)
     bos, words = tokenizer.bos_token, tokenizer("the cat saw the dog on the mat " * 9)["input_ids"]
-    begins = TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, tokenizer.bos_token_id)])
-    tokenizer.backend_tokenizer.post_processor = begins
+    special_tokens = [(bos, tokenizer.bos_token_id), ("<|padding|>", tokenizer.pad_token_id)]
+    frame = TemplateProcessing(single=f"{bos} $A{behind}", special_tokens=special_tokens)
+    tokenizer.backend_tokenizer.post_processor = frame
     prompts: list[list[int]] = []
     model.register_forward_pre_hook(
         lambda _, __, inputs: prompts.append(inputs["input_ids"][0].tolist()), with_kwargs=True

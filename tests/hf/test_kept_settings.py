@@ -256,6 +256,20 @@ def test_settings_of_another_end_or_vocabulary_are_not_kept(tmp_path: Path, way:
     assert not (after / "chat_template.jinja").exists()
 
 
+@pytest.mark.parametrize(("kind", "closing"), [("modernbert", []), ("modernbert-decoder", [END])])
+def test_a_run_in_the_other_direction_frames_texts_as_it_read_them(
+    tmp_path: Path, kind: str, closing: list[int]
+) -> None:
+    run = from_hf(theirs(tmp_path / "theirs", kind, ENCODER_IDS | {"pad_token_id": PAD}), tmp_path / "run")
+    checkpoint = open_checkpoint(run)
+    config = {**checkpoint.config, "model": {**checkpoint.config["model"], "is_causal": kind == "modernbert"}}
+    tensors = [(name, checkpoint.read(name)) for name in checkpoint.names()]
+    save_checkpoint(run / "checkpoints", 1, tensors, state=checkpoint.state, config=config, group=Group())
+    after = load_tokenizer_folder(export(run, tmp_path / "back", "trained").folder)
+    cat = after("cat", add_special_tokens=False)["input_ids"]
+    assert after("cat")["input_ids"] == [BEGIN, *cat, *closing]
+
+
 def without_config(content: bytes) -> bytes:
     """A whole archive whose config.json is empty."""
     buffer = BytesIO()

@@ -1,17 +1,21 @@
-"""The tokenizer of an encoder's export frames one text, and two, whatever its special tokens are called."""
+"""The tokenizer of an encoder's export frames one text, and two, whatever its special tokens are called; a decoder's
+adds nothing."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from tokenizers.processors import RobertaProcessing, TemplateProcessing
 from transformers import AutoTokenizer
 
 from megahead.data.tokenizer import load_tokenizer
 from megahead.data.train_tokenizer import ENCODER_TOKENS, TRAINERS, add_encoder_tokens
-from megahead.hf.settings import write_encoder_tokenizer
-from support.small_checkpoint import small_config
+from megahead.hf.settings import write_encoder_tokenizer, write_tokenizer
+from support.small_checkpoint import save_tokenizer, small_config
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -54,3 +58,35 @@ def test_a_spelled_mask_stands_for_a_word_with_its_space_as_in_training(
     assert unmasked == [*the, *cat, *sat]
     if not earlier:
         assert tokenizer.encode(text, add_special_tokens=False).ids == [*the, mask, *sat]
+
+
+OFFSETS = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}
+FRAMES = {
+    "bert": TemplateProcessing(
+        single="<|endoftext|> $A <|padding|>", special_tokens=[("<|endoftext|>", 0), ("<|padding|>", 1)]
+    ),
+    "llama": TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]),
+    "roberta": RobertaProcessing(("<|padding|>", 1), ("<|endoftext|>", 0)),
+}
+
+
+@pytest.mark.parametrize("in_sequence", [False, True])
+@pytest.mark.parametrize("kind", FRAMES)
+def test_a_decoders_tokenizer_adds_no_token_that_training_did_not_see(
+    tmp_path: Path, kind: str, in_sequence: bool
+) -> None:
+    source = tmp_path / "source.json"
+    save_tokenizer(source)
+    tokenizer = Tokenizer.from_file(str(source))
+    tokenizer.post_processor = FRAMES[kind]
+    tokenizer.save(str(source))
+    content: dict[str, Any] = json.loads(source.read_text())
+    if in_sequence:
+        content["post_processor"] = {"type": "Sequence", "processors": [OFFSETS, content["post_processor"]]}
+        source.write_text(json.dumps(content))
+    write_tokenizer(source, tmp_path, small_config(model={"vocab_size": 300}))
+    (tmp_path / "config.json").write_text('{"model_type": "gpt_neox"}')
+    written = AutoTokenizer.from_pretrained(tmp_path)
+    assert [written("the cat")["input_ids"]] == load_tokenizer(source).encode_batch(["the cat"])
+    content["post_processor"] = {"type": "Sequence", "processors": [OFFSETS]} if in_sequence else None
+    assert json.loads((tmp_path / "tokenizer.json").read_text()) == content
