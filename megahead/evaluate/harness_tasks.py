@@ -58,10 +58,11 @@ def jsonl_reader(*fields: str, optional: Sequence[str] = (), convert: Converter 
 
 
 def read_passages(file: Path) -> list[Row]:
-    """Reads texts whose last word is predicted; DataError for one without a word, which lm-eval cannot score."""
-    rows = jsonl_reader("text")(file)
+    """Reads texts whose last word is predicted, without space behind it, which lm-eval would take for the word;
+    DataError for one without a word, which it cannot score."""
+    rows = [{"text": str(row["text"]).rstrip()} for row in jsonl_reader("text")(file)]
     for number, row in enumerate(rows, 1):
-        if not str(row["text"]).strip():
+        if not row["text"]:
             raise DataError(f"`{file}` must hold a text in each object, but object {number} has none; leave it out.")
     return rows
 
@@ -250,14 +251,21 @@ def _mean_score(metric: str, paradigms: Mapping[str, Sequence[float]]) -> Score:
 _SENTENCE_END = re.compile(r"(?<=[.!?؟۔।])\s+|(?<=[。！？])|\n")
 """Matches what separates two sentences in most scripts: space after a final mark, or a line break."""
 
+_WORD_GOES_ON = re.compile(r"[^\W\u0e00-\u109f\u1780-\u17ff\u2e80-\ud7ff]")
+"""Matches a letter or digit of scripts with spaces between words: all but Thai to Burmese, Khmer, Chinese, Japanese,
+and Korean, whose particles follow a name without a space."""
+
 
 def read_articles(file: Path, limit: int | None) -> list[Row]:
     """Reads JSON lines of {"title", "text"} as {"title", "sentence", "rest"}: an article's first sentence and all after
-    it. A title that begins the text is left out of both. Skips articles without a title or a second sentence."""
+    it. A title that begins the text, and ends with a word there, is left out of both. Skips articles without a title or
+    a second sentence."""
     articles = []
     for row in jsonl_reader("title", "text")(file):
         title, text = str(row["title"]).strip(), str(row["text"]).strip()
-        sentence, *rest = _SENTENCE_END.split(text.removeprefix(title).strip(), maxsplit=1)
+        untitled = text.removeprefix(title)
+        text = text if _WORD_GOES_ON.match(untitled) else untitled.strip()
+        sentence, *rest = _SENTENCE_END.split(text, maxsplit=1)
         if title and sentence and rest and rest[0].strip():
             articles.append({"title": title, "sentence": sentence, "rest": rest[0].strip()})
     return articles[:limit]

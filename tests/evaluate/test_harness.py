@@ -52,7 +52,9 @@ def by_hand(folder: Path) -> tuple[float, float]:
     return right / len(PASSAGES), math.exp(nats / len(PASSAGES))
 
 
-def test_scores_equal_a_count_by_hand_and_carry_standard_errors(folder: Path, passages: Path) -> None:
+@pytest.mark.parametrize("behind", ["", " \n"])
+def test_scores_equal_a_count_by_hand_and_carry_standard_errors(folder: Path, passages: Path, behind: str) -> None:
+    passages.write_text("".join(json.dumps({"text": text + behind}) + "\n" for text in PASSAGES))
     (task,) = evaluate_tasks(folder, task_files(["cloze"], cloze=passages), batch_size=2)
     scores = {score.metric: score for score in task.scores}
     accuracy, perplexity = by_hand(folder)
