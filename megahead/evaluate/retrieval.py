@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -112,11 +113,14 @@ class TextEncoder:
         self.num_truncated = 0
         """Texts so far that were truncated."""
 
-    @torch.inference_mode()
     def vectors(self, texts: Sequence[str]) -> dict[str, Tensor]:
         """[N, D] each, of length 1: `cls`, the hidden state of [CLS], and `mean`, that over all tokens, [CLS] and [SEP]
         included as in sentence-transformers. Texts of similar lengths are encoded together."""
-        rows = self.tokenize(texts)
+        return self.row_vectors(self.tokenize(texts))
+
+    @torch.inference_mode()
+    def row_vectors(self, rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+        """As `vectors`, of tokenized texts."""
         order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
         hidden: dict[str, list[Tensor]] = {"cls": [], "mean": []}
         for batch in self._batches([rows[index] for index in order]):
@@ -131,7 +135,7 @@ class TextEncoder:
         self.num_truncated += sum(len(ids) > self.max_tokens - 2 for ids in encoded)
         return [[self._start, *ids[: self.max_tokens - 2], self._end] for ids in encoded]
 
-    def _batches(self, rows: Sequence[list[int]]) -> Iterator[Sequence[list[int]]]:
+    def _batches(self, rows: Sequence[Sequence[int]]) -> Iterator[Sequence[Sequence[int]]]:
         """Consecutive rows, of which the last is the longest."""
         start, limit = 0, self._batch_size or _BATCH_TOKENS
         while start < len(rows):
@@ -141,7 +145,7 @@ class TextEncoder:
             yield rows[start:end]
             start = end
 
-    def pool(self, rows: Sequence[list[int]]) -> Mapping[str, Tensor]:
+    def pool(self, rows: Sequence[Sequence[int]]) -> Mapping[str, Tensor]:
         """The vectors of B tokenized texts, [B, D] each, at once and with gradients."""
         ids_BT = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
         lengths_B = torch.tensor([len(row) for row in rows])
@@ -160,16 +164,19 @@ def score_search(encoder: TextEncoder, data: SearchData, poolings: Sequence[str]
     """`ranking_metrics` of an exact search for each kind of vectors, as means over queries.
 
     As in BEIR, a text with the query's id is the query itself (ArguAna, Quora) and left out of its results, unless it
-    is judged.
+    is judged. Texts of the same tokens are searched as one: in fp32, their cosines would differ slightly.
     """
-    query_vectors, text_vectors = (encoder.vectors([*texts.values()]) for texts in (data.queries, data.corpus))
-    texts, scores = list(data.corpus), []
+    texts_by_row: dict[tuple[int, ...], list[str]] = {}
+    for text, row in zip(data.corpus, encoder.tokenize([*data.corpus.values()]), strict=True):
+        texts_by_row.setdefault(tuple(row), []).append(text)
+    query_vectors, text_vectors = encoder.vectors([*data.queries.values()]), encoder.row_vectors([*texts_by_row])
+    texts, scores = list(texts_by_row.values()), []
     for pooling in poolings:
         cosines_Qk, nearest_Qk = find_nearest(query_vectors[pooling], text_vectors[pooling], max(RECALL_CUTOFFS) + 1)
         metrics: dict[str, list[float]] = {}
         for query, cosines, nearest in zip(data.queries, cosines_Qk.tolist(), nearest_Qk.tolist(), strict=True):
             results = zip(nearest, cosines, strict=True)
-            run = {texts[index]: cosine for index, cosine in results if cosine > -math.inf}
+            run = {text: cosine for index, cosine in results if cosine > -math.inf for text in texts[index]}
             judgements = data.judgements[query]
             if query not in judgements:
                 run.pop(query, None)
@@ -225,13 +232,14 @@ def _discounted_gain(gains: NDArray[np.float64]) -> float:
 
 def rank_own(queries_QD: Tensor, vectors_QD: Tensor, block: int = _BLOCK_TEXTS) -> Tensor:
     """float64 [Q]: the rank of vector i for query i by their products, among all vectors; 1 for the best, half a place
-    for each other vector of an equal product. Memory: a few times Q x `block` products."""
+    for each other vector of an equal product. Memory: a few times min(Q, 256) x `block` products."""
     own_Q = (queries_QD * vectors_QD).sum(1)
     ranks_Q = torch.full((len(queries_QD),), 0.5, dtype=torch.float64, device=queries_QD.device)
-    for first in range(0, len(vectors_QD), block):
-        gaps_Qn = queries_QD @ vectors_QD[first : first + block].T - own_Q[:, None]
-        is_better_Qn = ~(gaps_Qn <= TOLERANCE)  # also NaN, so that a NaN vector is last
-        ranks_Q += is_better_Qn.sum(1) + (gaps_Qn.abs() <= TOLERANCE).sum(1) / 2
+    parts = (tensor.split(_BLOCK_QUERIES) for tensor in (queries_QD, own_Q, ranks_Q))
+    for (queries_qD, own_q, ranks_q), vectors_nD in product(zip(*parts, strict=True), vectors_QD.split(block)):
+        gaps_qn = queries_qD @ vectors_nD.T - own_q[:, None]
+        is_better_qn = ~(gaps_qn <= TOLERANCE)  # also NaN, so that a NaN vector is last
+        ranks_q += is_better_qn.sum(1) + (gaps_qn.abs() <= TOLERANCE).sum(1) / 2  # a view of `ranks_Q`
     return ranks_Q
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from scipy.stats import spearmanr
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BertConfig, BertForMaskedLM, BertModel
 
 from megahead.errors import CheckpointError, DataError, FieldError
@@ -42,16 +44,43 @@ def test_ranks_are_those_of_numpy_and_ties_count_half(block: int) -> None:
     assert rank_own(queries, vectors, block)[7] > 20
 
 
+class LargestTensor(TorchDispatchMode):
+    """Records the most elements of a tensor that an operation returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.elements = max(self.elements, result.numel())
+        return result
+
+
+def test_many_queries_are_ranked_a_block_at_a_time() -> None:
+    queries, vectors = torch.randn(2, 700, 3, generator=torch.Generator().manual_seed(0))
+    with LargestTensor() as largest:
+        ranks = rank_own(queries, vectors)
+    assert largest.elements == 256 * 700
+    assert ranks.tolist() == ranks_by_hand((queries @ vectors.T).numpy())
+
+
 def test_articles_are_searched_by_title_and_first_sentence(tmp_path: Path) -> None:
     file = tmp_path / "articles.jsonl"
     rows = [
         ("Cats", "Cats\n\nCats sleep. They eat, too. Much."),
         ("猫", "猫は眠る。魚も食べる。"),
+        ("Ann", "Anna went home. She slept."),
+        ("서울", "서울은 수도다. 크다."),
         ("One sentence", "That is all."),
         ("", "No title. But two sentences."),
     ]
     file.write_text("".join(json.dumps({"title": title, "text": text}) + "\n" for title, text in rows))
-    expected = [("Cats", "Cats sleep.", "They eat, too. Much."), ("猫", "は眠る。", "魚も食べる。")]
+    expected = [
+        ("Cats", "Cats sleep.", "They eat, too. Much."),
+        ("猫", "は眠る。", "魚も食べる。"),
+        ("Ann", "Anna went home.", "She slept."),
+        ("서울", "은 수도다.", "크다."),
+    ]
     assert [tuple(row.values()) for row in read_articles(file, None)] == expected
     assert len(read_articles(file, 1)) == 1
     with pytest.raises(FieldError, match=r"`--articles` must name the file of task retrieval, but is missing"):

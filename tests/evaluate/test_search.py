@@ -18,8 +18,8 @@ from megahead.errors import DataError
 from megahead.evaluate.harness import evaluate_tasks
 from megahead.evaluate.harness_tasks import task_files
 from megahead.evaluate.retrieval import TextEncoder, find_nearest, ranking_metrics, score_search
-from megahead.evaluate.search_data import has_queries, read_search_data, read_tuning_data
-from support.small_encoder import save_small_encoder
+from megahead.evaluate.search_data import SearchData, has_queries, read_search_data, read_tuning_data
+from support.small_encoder import TEXT, save_small_encoder
 
 QUERIES = [{"_id": f"q{k}", "text": f"the {word}"} for k, word in enumerate(("cat", "dog", "mat", "unjudged"))]
 CORPUS = [
@@ -174,14 +174,27 @@ def test_texts_and_queries_without_a_vector_are_not_found(tmp_path: Path, monkey
     data = read_search_data(write_beir(tmp_path / "beir", test=QRELS))
     encoder = TextEncoder(save_small_encoder(tmp_path / "model"))
     vectors = torch.tensor([[math.nan], [1.0], [0.5]])
+    query = encoder.tokenize(["the cat"])[0]
     monkeypatch.setattr(
-        encoder, "vectors", lambda texts: {"cls": torch.ones(3, 1) if texts[0] == "the cat" else vectors}
+        encoder, "row_vectors", lambda rows: {"cls": torch.ones(3, 1) if [*rows[0]] == query else vectors}
     )
     scores = {score.metric: score.value for score in score_search(encoder, data, ["cls"])}
     assert scores["cls_recall@1"] == pytest.approx((0 + 1 / 2 + 0) / 3)
     assert scores["cls_mrr@10"] == pytest.approx((0 + 1 + 1 / 2) / 3)
     vectors[:] = math.nan
     assert {score.value for score in score_search(encoder, data, ["cls"])} == {0.0}
+
+
+@pytest.mark.parametrize("batch_size", [3, 7])
+def test_texts_of_the_same_tokens_are_ranked_by_id(tmp_path: Path, batch_size: int) -> None:
+    """As by trec_eval, the last first, though batches and products round each text's cosine in another way."""
+    encoder, draw = TextEncoder(save_small_encoder(tmp_path / "model"), batch_size), random.Random(0)
+    texts = {f"q{k}": " ".join(draw.choices(TEXT.split(), k=k)) for k in range(1, 60)}
+    corpus = {f"{copy}-{id_}": text.title() for id_, text in texts.items() for copy in "abcdefg"}
+    corpus |= {f"h-{id_}": text for id_, text in texts.items()}
+    data = SearchData(texts, corpus, {id_: {f"h-{id_}": 1} for id_ in texts})
+    scores = {score.metric: score.value for score in score_search(encoder, data)}
+    assert (scores["cls_recall@1"], scores["mean_recall@1"]) == (1, 1)
 
 
 def test_a_query_that_is_in_the_corpus_does_not_find_itself(tmp_path: Path) -> None:
