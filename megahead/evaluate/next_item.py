@@ -27,6 +27,10 @@ from megahead.hf.trained import TrainedModel
 CUTOFF = 10
 """k of HR@k, NDCG@k and coverage@k."""
 
+TOLERANCE = 1e-6
+"""Scores that differ by at most this share of the lengths of the target and the context are equal: in fp32 even one
+product gives equal items slightly different scores."""
+
 _MAX_BLOCK_ITEMS = 1 << 16
 _MAX_BATCH_TOKENS = 1 << 14
 
@@ -111,16 +115,16 @@ class Ranking:
 
     def __init__(self, targets_U: Tensor) -> None:
         self.ranks_U = torch.full((len(targets_U),), 0.5, dtype=torch.float64, device=targets_U.device)
-        """1 for the best; half a place for each other item of the same score."""
+        """1 for the best; half a place for each other item of the same score, within TOLERANCE."""
 
         self._best_scores = torch.empty(len(targets_U), 0, device=targets_U.device)
         self._best_items = torch.empty(len(targets_U), 0, dtype=torch.int64, device=targets_U.device)
 
-    def add(self, scores_Un: Tensor, target_scores_U: Tensor, first: int) -> None:
+    def add(self, scores_Un: Tensor, target_scores_U: Tensor, tolerance_U: Tensor, first: int) -> None:
         """Adds a block whose first id is `first`; the target is one of the items."""
-        is_better_Un = ~(scores_Un <= target_scores_U[:, None])  # also NaN, so that a NaN target is last
-        is_equal_Un = scores_Un == target_scores_U[:, None]
-        self.ranks_U += is_better_Un.sum(1) + is_equal_Un.sum(1) / 2
+        gaps_Un = scores_Un - target_scores_U[:, None]
+        is_better_Un = ~(gaps_Un <= tolerance_U[:, None])  # also NaN, so that a NaN target is last
+        self.ranks_U += is_better_Un.sum(1) + (gaps_Un.abs() <= tolerance_U[:, None]).sum(1) / 2
         best = scores_Un.topk(min(CUTOFF, scores_Un.shape[1]))
         scores = torch.cat([self._best_scores, best.values], 1)
         self._best_scores, order = scores.topk(min(CUTOFF, scores.shape[1]))
@@ -147,16 +151,16 @@ def rank_next_items(
     histories = np.concatenate([ids[:-1] for ids in sequences]).astype(np.int64)
     seen_row, seen_id = (torch.from_numpy(part).to(device) for part in (rows, histories))
     every, unseen = Ranking(targets_U), Ranking(targets_U)
-    target_scores_U = (contexts_UD * vectors_ND[targets_U]).sum(-1)
+    vectors_UD = vectors_ND[targets_U]
+    target_scores_U = (contexts_UD * vectors_UD).sum(-1)
+    tolerance_U = TOLERANCE * contexts_UD.norm(dim=1) * vectors_UD.norm(dim=1)
     for first in range(END_ID + 1, num_ids, block_items):
         end = min(first + block_items, num_ids)
         scores_Un = contexts_UD @ vectors_ND[first:end].T
-        target_rows = ((targets_U >= first) & (targets_U < end)).nonzero()[:, 0]
-        scores_Un[target_rows, targets_U[target_rows] - first] = target_scores_U[target_rows]
-        every.add(scores_Un, target_scores_U, first)
+        every.add(scores_Un, target_scores_U, tolerance_U, first)
         in_block = (seen_id >= first) & (seen_id < end)
         scores_Un[seen_row[in_block], seen_id[in_block] - first] = -torch.inf
-        unseen.add(scores_Un, target_scores_U, first)
+        unseen.add(scores_Un, target_scores_U, tolerance_U, first)
     unseen.ranks_U[seen_row[seen_id == targets_U[seen_row]]] = torch.inf
     return every, unseen
 

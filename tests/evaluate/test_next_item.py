@@ -63,6 +63,15 @@ def test_ranks_are_those_of_numpy(block_items: int) -> None:
     assert ranking.ranks_U[0] >= NUM_IDS - 1
 
 
+@pytest.mark.parametrize("block_items", [7, 60, 100])
+def test_equal_items_share_their_ranks_whatever_their_block(block_items: int) -> None:
+    sequences, generator = made_sequences(), torch.Generator().manual_seed(0)
+    vectors_ND = torch.randn(1, 64, generator=generator).repeat(NUM_IDS, 1)
+    contexts_UD = torch.randn(len(sequences), 64, generator=generator)
+    every, _ = rank_next_items(vectors_ND, contexts_UD, sequences, NUM_IDS, block_items)
+    assert every.ranks_U.tolist() == [NUM_IDS / 2] * len(sequences)
+
+
 def test_metrics_are_those_of_their_formulas() -> None:
     ranks = torch.tensor([1.0, 2.5, 10.0, 10.5, torch.inf], dtype=torch.float64)
     ranking = type("R", (), {"ranks_U": ranks, "top_items": torch.tensor([[1, 2], [2, 0]])})()
