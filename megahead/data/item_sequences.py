@@ -124,11 +124,14 @@ def preprocess_events(
     with fewer than three events are for training only. Split `time`: the first 80 % of all events are for training;
     a user's first event from 80 to 90 % (after 90 %) ends the validation (test) document.
 
-    min_count: drops items with fewer events (not used with `vocabulary`). vocabulary: keeps the ids of an earlier one;
+    min_count: drops items with fewer events. vocabulary: keeps the ids of an earlier one, whatever the items' events;
     items without an id are dropped. Rows without user, item or time, repeated rows, and training documents of a single
     event are dropped, too; the report counts them. Memory: the events of 64 MB of input (above 16 GB, of a 256th of
-    it), and the items. FieldError or DataError for a table that cannot be read.
+    it), and the items. FieldError for both options, FieldError or DataError for a table that cannot be read.
     """
+    if vocabulary is not None and min_count > 1:
+        hint = "all its items keep their ids"
+        raise FieldError("--min-count", "be left out with --items", got=min_count, hint=hint)
     sizes = [_file_bytes(path) for path in paths]
     Path(output).parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=Path(output).parent) as folder:

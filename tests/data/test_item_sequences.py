@@ -118,6 +118,7 @@ def run(folder: Path, text: str, **options: Any) -> EventReport:
     return preprocess_events([path], COLUMNS, folder / "out", **options)
 
 
+NO_ITEMS = ItemVocabulary(pa.array([], pa.string()), np.zeros(0, np.int64))
 GOOD = "".join(f"{user},{item},{item}\n" for user in "ab" for item in range(1, 6))
 
 
@@ -186,6 +187,7 @@ def test_an_earlier_vocabulary_keeps_its_ids_and_new_items_are_dropped(tmp_path:
     [
         ("a,1,1\na,2,2\n", {}, r"`--split` must leave a sequence for validation"),
         (GOOD, {"min_count": 9}, r"`--split` must leave a sequence for train"),
+        (GOOD, {"min_count": 2, "vocabulary": NO_ITEMS}, r"`--min-count` must be left out with --items, but is 2"),
         ("a,1,1/2/2024\na,2,soon\n", {}, r"but is 0 events of 0 users, 2 without time, which leave none"),
         ("a,1,1\na,2,2024-01-01\n", {}, r"`--time` must name a column of numbers or of dates"),
     ],
