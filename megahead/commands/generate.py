@@ -139,7 +139,7 @@ def read_prompts(prompts: Sequence[str] | None, file: Path | None) -> list[str]:
             require_utf8("--prompt", prompt)
         return list(prompts or [])
     try:
-        lines = file.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+        lines = file.read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")
     except (OSError, UnicodeDecodeError):
         raise DataError(f"`{file}` must be a readable text file, but is not; check the path.") from None
     if not any(line.strip() for line in lines):

@@ -239,7 +239,7 @@ def read_deepspeed(name: str, config_file: Path | None = None) -> dict[str, Any]
     """The content of the JSON file `name` that `config_file` refers to; UserError if it cannot be read."""
     path = find_referenced_file(name, config_file)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_dict_of_unique_keys)
+        content = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_dict_of_unique_keys)
     except OSError as error:
         raise UserError(
             f"`engine.deepspeed` must name a DeepSpeed JSON file, but is {name} instead ({error.strerror})."

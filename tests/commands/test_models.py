@@ -117,7 +117,7 @@ def test_a_decoder_writes_a_token_a_pass(run: Path, monkeypatch, capsys) -> None
 
 def test_prompts_come_from_a_file_or_from_the_keyboard(run: Path, monkeypatch, capsys) -> None:
     prompts = run.parent / "prompts.txt"
-    prompts.write_text("the cat\nthe dog\n")
+    prompts.write_text("the cat\nthe dog\n", encoding="utf-8-sig")
     options = ("--model", run, "--max-new-tokens", 5, "--temperature", 0)
     assert command(monkeypatch, "generate", *options, "--prompt", "the cat", "the dog") == 0
     answers = capsys.readouterr().out

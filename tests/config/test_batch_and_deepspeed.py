@@ -198,6 +198,11 @@ def test_a_key_that_stands_twice_in_a_file_is_refused(tmp_path: Path) -> None:
         read_deepspeed(str(tmp_path / "twice.json"))
 
 
+def test_a_file_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
+    (tmp_path / "marked.json").write_text('{"zero_optimization": {"stage": 2}}', encoding="utf-8-sig")
+    assert read_deepspeed(str(tmp_path / "marked.json")) == {"zero_optimization": {"stage": 2}}
+
+
 def test_the_shipped_stages_are_what_they_are_called() -> None:
     folder = Path(__file__).parents[2] / "configs/deepspeed"
     for number in range(4):
