@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
-from typing import IO
+from typing import IO, Self
 
 import orjson
 import zstandard
@@ -427,6 +427,8 @@ SUFFIXES = f"one of {', '.join(_TEXT_CHUNKERS)} (or these with .gz or .zst), .pa
 
 # Archives of files (tar, zip). They are read when named, but ignored in a folder of inputs.
 
+GZIP_MAGIC = b"\x1f\x8b"
+
 
 def _chunk_archive(path: Path, selection: Selection) -> Iterator[Chunk]:
     """The chunks of an archive's members, in its order, each split by its suffix; members of unknown types are ignored,
@@ -468,11 +470,30 @@ def _chunk_member(content: IO[bytes], path: str, suffix: str, selection: Selecti
             raise DataError(str(error).replace(str(file), path)) from error
 
 
+class _TarHeader(tarfile.TarInfo):
+    """A header of a tar archive. A missing or damaged one is an error, and not the archive's end as for `tarfile`."""
+
+    @classmethod
+    def fromtarfile(cls, archive: tarfile.TarFile) -> Self:
+        try:
+            return super().fromtarfile(archive)
+        except tarfile.EOFHeaderError:  # type: ignore[attr-defined] # zeros, which end an archive
+            raise
+        except tarfile.HeaderError as error:
+            raise tarfile.ReadError(f"{error} instead of a file or the end mark") from error
+
+
 def _tar_members(file: IO[bytes]) -> Iterator[tuple[str, IO[bytes]]]:
-    with tarfile.open(fileobj=file, mode="r|*") as archive:
+    """Refuses archives without an end mark, which GNU tar reads in silence: one may be cut between two members."""
+    is_gzip = file.read(len(GZIP_MAGIC)) == GZIP_MAGIC
+    file.seek(0)
+    stream = gzip.GzipFile(fileobj=file) if is_gzip else file
+    with tarfile.open(fileobj=stream, mode="r:", tarinfo=_TarHeader) as archive:
         for member in archive:
             if member.isfile() and (content := archive.extractfile(member)) is not None:
                 yield member.name, content
+    if any(block.strip(b"\0") for block in _plain_blocks(stream)):  # also compares the checksum of gzip
+        raise tarfile.ReadError("more follows its end mark")
 
 
 def _zip_members(file: IO[bytes]) -> Iterator[tuple[str, IO[bytes]]]:

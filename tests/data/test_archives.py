@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import tarfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -59,6 +61,48 @@ def test_an_archive_is_its_members_in_order(name: str, members: list[Path], tmp_
     archive.write_bytes(archive.read_bytes()[: archive.stat().st_size // 3])
     with pytest.raises(DataError, match=f"{name}` must "):
         texts_of(archive)
+
+
+@pytest.fixture
+def tar(members: list[Path], tmp_path: Path) -> tuple[bytes, int]:
+    """An archive, and where the header of its second member begins."""
+    with tarfile.open(tmp_path / "all.tar", "w") as tar:
+        for member in members:
+            tar.add(member, member.name)
+    with tarfile.open(tmp_path / "all.tar") as tar:
+        return (tmp_path / "all.tar").read_bytes(), tar.getmembers()[1].offset
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content, second: content[:second],
+        lambda content, second: content[: second + 100],
+        lambda content, second: content[:second] + b"?" + content[second + 1 :],
+        lambda content, second: content[:second] + bytes(512) + content[second + 512 :],
+        lambda content, second: content + content,
+    ],
+    ids=["cut between members", "cut in a header", "damaged header", "header of zeros", "two archives"],
+)
+def test_a_tar_that_is_not_whole_is_refused(
+    damage: Callable[[bytes, int], bytes], tar: tuple[bytes, int], tmp_path: Path
+) -> None:
+    for name, pack in (("all.tar", bytes), ("all.tar.gz", gzip.compress)):
+        (tmp_path / name).write_bytes(pack(damage(*tar)))
+        with pytest.raises(DataError, match=f"{name}` must be readable to its end"):
+            texts_of(tmp_path / name)
+
+
+def test_the_parts_of_a_gzip_file_are_one_archive_and_its_checksum_counts(
+    tar: tuple[bytes, int], tmp_path: Path
+) -> None:
+    content, second = tar
+    packed = gzip.compress(content[:second]) + gzip.compress(content[second:])
+    (tmp_path / "all.tgz").write_bytes(packed)
+    assert len(texts_of(tmp_path / "all.tgz")) == 9
+    (tmp_path / "all.tgz").write_bytes(packed[:-4])
+    with pytest.raises(DataError, match="must be readable to its end"):
+        texts_of(tmp_path / "all.tgz")
 
 
 def test_hidden_folders_of_an_archive_are_ignored_and_errors_name_its_members(tmp_path: Path) -> None:
