@@ -451,7 +451,7 @@ def _chunk_archive(path: Path, selection: Selection) -> Iterator[Chunk]:
                     yield replace(chunk, disk_bytes=disk_bytes)
     except DataError as error:
         raise DataError(f"`{path}` must hold text that can be read, but does not: {error}") from error
-    except (tarfile.TarError, zipfile.BadZipFile, OSError, EOFError, RuntimeError, zlib.error) as error:
+    except (tarfile.TarError, zipfile.BadZipFile, UnicodeError, OSError, EOFError, RuntimeError, zlib.error) as error:
         raise DataError(f"`{path}` must be readable to its end, but is not ({error}); unpack or repair it.") from error
     if is_empty:
         raise DataError(f"`{path}` must hold visible files that end in one of {', '.join(CHUNKERS)}, but holds none.")
@@ -488,7 +488,8 @@ def _tar_members(file: IO[bytes]) -> Iterator[tuple[str, IO[bytes]]]:
     is_gzip = file.read(len(GZIP_MAGIC)) == GZIP_MAGIC
     file.seek(0)
     stream = gzip.GzipFile(fileobj=file) if is_gzip else file
-    with tarfile.open(fileobj=stream, mode="r:", tarinfo=_TarHeader) as archive:
+    escape = "backslashreplace"  # names go into reports and manifests, which are UTF-8
+    with tarfile.open(fileobj=stream, mode="r:", tarinfo=_TarHeader, errors=escape) as archive:
         for member in archive:
             if member.isfile() and (content := archive.extractfile(member)) is not None:
                 yield member.name, content

@@ -118,6 +118,19 @@ def test_hidden_folders_of_an_archive_are_ignored_and_errors_name_its_members(tm
         texts_of(tmp_path / "all.zip")
 
 
+def test_names_that_are_not_utf8_are_escaped_or_refused(tmp_path: Path) -> None:
+    (tmp_path / "blank.txt").touch()
+    with tarfile.open(tmp_path / "all.tar", "w", encoding="latin-1", format=tarfile.GNU_FORMAT) as tar:
+        tar.add(tmp_path / "blank.txt", "café.txt")
+    (chunk,) = read_chunks(find_inputs(tmp_path / "all.tar"), Selection())
+    assert chunk.parse().empty_locations == [rf"{tmp_path}/all.tar/caf\xe9.txt"]
+    with zipfile.ZipFile(tmp_path / "all.zip", "w") as archive:
+        archive.writestr("é.txt", "text")
+    (tmp_path / "all.zip").write_bytes((tmp_path / "all.zip").read_bytes().replace("é".encode(), b"\xe9a"))
+    with pytest.raises(DataError, match=r"all\.zip` must be readable to its end"):
+        texts_of(tmp_path / "all.zip")
+
+
 def test_a_folder_ignores_archives_as_other_unknown_files(members: list[Path]) -> None:
     (members[0].parent / "images.zip").write_bytes(b"")
     assert "images.zip" not in [item.path.name for item in find_inputs(members[0].parent)]

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -196,6 +197,15 @@ def test_a_shard_never_replaces_its_text(tokenizer_path: Path, tmp_path: Path) -
     with pytest.raises(DataError, match=r"a\.json` must not be named like the dataset's description"):
         preprocess_shards([tmp_path / "a.json"], Recipe(tokenizer=tokenizer_path), tmp_path)
     assert (tmp_path / "a.json").read_bytes() == content
+
+
+def test_a_shard_of_an_archive_with_a_name_in_latin1_is_finished(tokenizer_path: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "tea"}\n{"text": ""}\n')
+    with tarfile.open(tmp_path / "all.tar", "w", encoding="latin-1", format=tarfile.GNU_FORMAT) as tar:
+        tar.add(tmp_path / "a.jsonl", "café.jsonl")
+    for _ in range(2):
+        report = preprocess_shards([tmp_path / "all.tar"], Recipe(tokenizer=tokenizer_path), tmp_path / "out")
+        assert report.documents == 1
 
 
 def test_end_tokens_that_were_reported_are_refused_when_a_later_call_refuses_them(
