@@ -230,8 +230,8 @@ class TextLines(Chunk):
     def _records(self) -> Iterable[tuple[int, bytes]]:
         return enumerate(self.data.split(b"\n"), self.first_record)
 
-    def _text(self, record: bytes) -> str:
-        return record.decode().removesuffix("\r")
+    def _text(self, record: bytes) -> str | None:
+        return super()._text(record.decode().removesuffix("\r"))
 
 
 class TextFile(Chunk):
@@ -241,7 +241,7 @@ class TextFile(Chunk):
         """The file's text, without a byte-order mark."""
         parsed = ParsedChunk()
         try:
-            parsed.add(self.path, self.data.decode("utf-8-sig"))
+            parsed.add(self.path, self._text(self.data.decode("utf-8-sig")))
         except UnicodeDecodeError as error:
             line = self.data.count(b"\n", 0, error.start) + 1
             parsed.errors.append(f"`{self.path}:{line}` must be UTF-8 text, but is not ({error.reason}).")

@@ -15,7 +15,7 @@ import zstandard
 
 from megahead.data import sources as decompression
 from megahead.data.inspection import survey
-from megahead.data.records import Selection
+from megahead.data.records import LineSelection, Selection
 from megahead.data.sources import files_below, find_inputs, read_chunks, total_bytes
 from megahead.errors import DataError
 
@@ -54,6 +54,20 @@ def test_a_packed_file_that_was_cut_short_is_refused(json_lines: Callable[..., P
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(DataError, match="readable to its end"):
         read(path)
+
+
+@pytest.mark.parametrize("selection", [Selection, LineSelection])
+def test_text_without_keys_meets_no_condition(selection: type[Selection], tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "Tee", "lang": "de"}\n{"text": "tea", "lang": "en"}\n')
+    (tmp_path / "README.md").write_text("about tea")
+    (tmp_path / "b.txt").write_text("more tea")
+    for chosen, texts in (
+        (selection(keep=(("lang", "en"),)), ["tea"]),
+        (selection(drop=(("lang", "en"),)), ["about tea", "Tee", "more tea"]),
+    ):
+        parsed = [chunk.parse() for chunk in read_chunks(find_inputs(tmp_path), chosen)]
+        assert [text for chunk in parsed for text in chunk.texts] == texts
+        assert sum(chunk.num_filtered for chunk in parsed) == 4 - len(texts)
 
 
 def test_a_text_file_is_one_document(tmp_path: Path) -> None:
