@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -56,11 +56,8 @@ class ByteVocabulary:
             special.add(model["vocab"][model["unk_id"]][0])
         if model.get("unk_token"):
             special.add(model["unk_token"])
-        to_bytes = _spelling_decoder(content, path)
-        text = [
-            None if name is None or name in special else name.encode() if name in added else to_bytes(name)
-            for name in spellings
-        ]
+        to_bytes = _spelling_decoder(content, path, added)
+        text = [None if name is None or name in special else to_bytes(name) for name in spellings]
         return ByteVocabulary(tokenizer, spellings, text)
 
     @cached_property
@@ -105,19 +102,26 @@ def bytes_of_ids(path: str, count: int) -> list[bytes | None]:
     return text + [None] * (count - len(text))
 
 
-def _spelling_decoder(content: dict[str, Any], path: Path) -> Callable[[str], bytes]:
-    """A function from this tokenizer's spelling of a token to its bytes."""
+def _spelling_decoder(content: dict[str, Any], path: Path, added: Container[str]) -> Callable[[str], bytes]:
+    """A function from this tokenizer's spelling of a token to its bytes. Tokens in `added` are text as it stands, but
+    words in WordPiece."""
     model = content["model"]
     parts = [content.get(part) for part in ("normalizer", "pre_tokenizer", "decoder")]
     pipeline = json.dumps(parts, ensure_ascii=False)
     if '"WordPiece"' in pipeline or model.get("type") == "WordPiece":
         return _wordpiece_decoder(model.get("continuing_subword_prefix") or "##")
     if '"ByteLevel"' in pipeline:
-        byte_by_character = _byte_by_character()
-        return lambda spelled: b"".join(byte_by_character.get(char) or char.encode() for char in spelled)
-    if _SPACE in pipeline:
-        return _decode_sentencepiece
-    raise DataError(f"`{path}` must spell tokens as byte-level BPE, WordPiece or SentencePiece do, but does not.")
+        decode = _decode_byte_level
+    elif _SPACE in pipeline:
+        decode = _decode_sentencepiece
+    else:
+        raise DataError(f"`{path}` must spell tokens as byte-level BPE, WordPiece or SentencePiece do, but does not.")
+    return lambda spelled: spelled.encode() if spelled in added else decode(spelled)
+
+
+def _decode_byte_level(spelled: str) -> bytes:
+    byte_by_character = _byte_by_character()
+    return b"".join(byte_by_character.get(char) or char.encode() for char in spelled)
 
 
 def _decode_sentencepiece(spelled: str) -> bytes:

@@ -40,14 +40,19 @@ def test_special_tokens_have_roles_and_no_bytes(tmp_path: Path) -> None:
     assert sentencepiece.token_bytes[sentencepiece.spellings.index("<unk>")] is None
 
 
-def test_tokens_that_were_added_as_plain_text_are_text(tmp_path: Path) -> None:
-    tokenizer = TRAINERS["bpe"](TEXT, 300)
-    tokenizer.add_tokens(["  ĠĠ"])
+@pytest.mark.parametrize(
+    ("kind", "added", "text"),
+    [("bpe", "  ĠĠ", "  ĠĠ"), ("sentencepiece", "covid", "covid"), ("wordpiece", "covid", " covid")],
+)
+def test_tokens_that_were_added_as_plain_text_are_text(tmp_path: Path, kind: str, added: str, text: str) -> None:
+    tokenizer = TRAINERS[kind](TEXT, 400)
+    tokenizer.add_tokens([added])
     add_encoder_tokens(tokenizer)
     save_tokenizer(tokenizer, tmp_path / "added.json")
     opened = ByteVocabulary.open(tmp_path / "added.json")
-    assert opened.token_bytes[opened.spellings.index("  ĠĠ")] == "  ĠĠ".encode()
+    assert opened.token_bytes[opened.spellings.index(added)] == text.encode()
     assert opened.id_of_role("mask") == opened.tokenizer.id_of("[MASK]")
+    assert opened.token_bytes[opened.tokenizer.id_of("[MASK]")] is None
 
 
 def test_published_tokenizers(shared_data: Path) -> None:
