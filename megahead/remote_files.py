@@ -309,7 +309,13 @@ class Store:
             first, deadline = pending.popleft(), time.monotonic() + TIMEOUT_SECONDS
             while not wait([first], min(1.0, TIMEOUT_SECONDS)).done and time.monotonic() < deadline:
                 yield b""
-            yield self._result(first, TIMEOUT_SECONDS)
+            block = self._result(first, TIMEOUT_SECONDS)
+            if len(block) > BLOCK:
+                raise RemoteError(
+                    f"`{self.url}/{name}` must be readable in parts, but its server ignores range requests; "
+                    "download it, or serve it by another."
+                )
+            yield block
             pending.extend(map(request, islice(starts, 1)))
 
     def _make_folder(self, name: str) -> None:

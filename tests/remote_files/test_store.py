@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 import time
 from concurrent.futures import Future
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -179,6 +182,28 @@ def test_a_write_that_was_given_up_does_not_arrive_after_what_follows(tmp_path: 
     store.write("latest", b"newer") if follows == "write" else store.remove("latest")
     time.sleep(0.5)
     assert store.read_if_exists("latest") == (b"newer" if follows == "write" else None)
+
+
+def test_a_server_that_ignores_range_requests_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(far_store, "BLOCK", 1000)
+    contents = {"small": bytes(1000), "large": bytes(1001)}
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(SilentHandler, directory=str(tmp_path)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        store = Store(f"http://127.0.0.1:{server.server_port}")
+        assert received(store, "small", expected_of(contents["small"])) == contents["small"]
+        with pytest.raises(RemoteError, match="large` must be readable in parts, but its server ignores range request"):
+            received(store, "large", expected_of(contents["large"]))
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+class SilentHandler(SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        pass
 
 
 def test_a_server_that_gives_no_size_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
