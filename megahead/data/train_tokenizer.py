@@ -270,6 +270,7 @@ def _encode_as_letters(tokenizer: Tokenizer, texts: Iterable[str], letters_V: Ar
     """Each text as words, separated by spaces, with a letter for each token."""
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    tokenizer.model.dropout = None
     rest = iter(texts)
     while batch := list(islice(rest, _BATCH_TEXTS)):
         for encoding in tokenizer.encode_batch(batch, add_special_tokens=False):

@@ -50,6 +50,14 @@ def test_going_on_with_the_same_text_is_longer_training(train: Callable[..., Tok
     assert [ids(parts, text) for text in texts] == [ids(whole, text) for text in texts]
 
 
+def test_dropout_of_the_old_tokenizer_does_not_change_what_is_learned() -> None:
+    old, dropping = train_bpe(TEXT, 300), train_bpe(TEXT, 300)
+    dropping.model.dropout = 0.9
+    expected, extended = extend(old, GERMAN, 315), extend(dropping, GERMAN, 315)
+    assert extended.get_vocab() == expected.get_vocab()
+    assert extended.model.dropout == pytest.approx(0.9)  # stays in the file
+
+
 def test_it_goes_on_as_a_file(tmp_path: Path) -> None:
     save_tokenizer(extend(train_bpe(TEXT, 300), GERMAN, 315), tmp_path / "t.json")
     tokenizer = load_tokenizer(tmp_path / "t.json", probe=GERMAN)
