@@ -6,6 +6,7 @@ import hashlib
 import mmap
 import struct
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -243,7 +244,12 @@ def _remote_files(prefix: str) -> tuple[Path, Store, dict[str, ExpectedFile]]:
     if not (folder / info_name).exists():
         write_atomically(folder / info_name, description)
     info = DatasetInfo.load(folder / info_name)
-    return folder, store, {bin_name: info.bin, idx_name: info.idx}
+    files = {bin_name: info.bin, idx_name: info.idx}
+    if info.tokenizer_file is not None:
+        tokenizer = Path(info.tokenizer_file).name
+        with suppress(FileNotFoundError):  # it may have been left out of an upload
+            files[tokenizer] = ExpectedFile(store.size(tokenizer))
+    return folder, store, files
 
 
 class IndexedDataset:

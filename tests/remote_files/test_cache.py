@@ -13,6 +13,7 @@ import pytest
 
 from megahead import remote_files as cache
 from megahead.data.indexed import IndexedDataset
+from megahead.data.writer import IndexedDatasetWriter
 from megahead.errors import DataError, FieldError
 from megahead.remote_files import DamagedError, ExpectedFile, RemoteError, Store, fetch_into, local_file
 from support.small_run import write_text
@@ -41,6 +42,19 @@ def test_a_far_dataset_is_the_same_as_on_a_disk_and_is_fetched_once(tmp_path: Pa
     assert cached(tmp_path) == ["text.bin", "text.idx", "text.json"]
     before = fetched.bin_path.stat().st_mtime_ns
     assert IndexedDataset(far_text).bin_path.stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("is_uploaded", [True, False])
+def test_the_tokenizer_of_a_far_dataset_is_fetched_too(tmp_path: Path, is_uploaded: bool) -> None:
+    (tmp_path / "words.json").write_text("{}")
+    with IndexedDatasetWriter(tmp_path / "store/text", vocab_size=9, tokenizer_file=tmp_path / "words.json") as writer:
+        writer.add_document([1, 0])
+    path = IndexedDataset(tmp_path / "store/text").tokenizer_path()
+    assert path is not None
+    if not is_uploaded:
+        path.unlink()
+    fetched = IndexedDataset(f"file://{tmp_path}/store/text").tokenizer_path()
+    assert (fetched is not None and fetched.read_text() == "{}") == is_uploaded
 
 
 def test_a_dataset_that_was_replaced_is_fetched_anew(tmp_path: Path, far_text: str) -> None:
