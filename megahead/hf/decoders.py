@@ -26,6 +26,7 @@ from megahead.hf.families import (
     global_interval,
     layer_types,
     require_key,
+    rope_type_of,
 )
 
 _GPT_NEOX = SettingNames(
@@ -55,7 +56,7 @@ def gpt_neox_settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings of a ModelConfig; FieldError for what our GPT-NeoX does not support."""
     settings = _GPT_NEOX.model_settings(hf_config)
     rope = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    rope_type = rope_type_of(rope)
     require_key(rope_type == "default", "rope_parameters.rope_type", "be default (no scaling)", got=rope_type)
     return settings | {
         "rotary_pct": rope.get("partial_rotary_factor", hf_config.get("rotary_pct", 0.25)),
@@ -130,7 +131,7 @@ def gpt2_config(model: ModelConfig) -> dict[str, Any]:
 def gpt2_settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings of a ModelConfig; FieldError for what our GPT-2 does not support."""
     dropout, embedding_dropout = hf_config.get("resid_pdrop", 0.1), hf_config.get("embd_pdrop", 0.1)
-    require_key(dropout == embedding_dropout, "embd_pdrop", f"be {dropout:g}, as resid_pdrop", got=embedding_dropout)
+    require_key(dropout == embedding_dropout, "embd_pdrop", f"be {dropout}, as resid_pdrop", got=embedding_dropout)
     return _GPT2.model_settings(hf_config)
 
 
@@ -178,7 +179,6 @@ _LLAMA = SettingNames(
     activations=SILU_NAMES | GELU_NAMES,
     defaults={"family": "llama", "norm_eps": 1e-6, "max_positions": 2048},
 )
-_QWEN_AND_MISTRAL = replace(_LLAMA, required=(*_LLAMA.required, "num_key_heads"))
 _SCALING_NAMES = {
     "factor": "factor",
     "low_frequency_factor": "low_freq_factor",
@@ -227,14 +227,19 @@ def rotary_parameters(model: ModelConfig) -> dict[str, Any]:
 
 def llama_settings(hf_config: Mapping[str, Any], *, model_type: str) -> dict[str, Any]:
     """Returns the settings of a ModelConfig; FieldError for what our Llama does not support."""
-    settings = (_LLAMA if model_type == "llama" else _QWEN_AND_MISTRAL).model_settings(hf_config)
+    settings = _LLAMA.model_settings(hf_config)
+    has_key_heads = model_type == "llama" or "num_key_value_heads" in hf_config  # null means num_attention_heads
+    require_key(has_key_heads, "num_key_value_heads", "be given", got="missing")
     window = hf_config.get("sliding_window", None if model_type == "llama" else 4096)
     is_full_attention = window is None or not (model_type == "mistral" or hf_config.get("use_sliding_window", False))
     require_key(is_full_attention, "sliding_window", "be null (each token sees all before it)", got=window)
     is_global = set(hf_config.get("layer_types") or ()) <= {GLOBAL}
     require_key(is_global, "layer_types", f"be {GLOBAL} for all", got="others")
     has_all_biases = hf_config.get("attention_bias", False)
-    rope = hf_config.get("rope_scaling") or hf_config.get("rope_parameters")  # the older key, if there are both
+    rope = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}  # the older key, if there are both
+    positions_name = _SCALING_NAMES["original_positions"]
+    if positions_name in hf_config:
+        rope = {**rope, positions_name: hf_config[positions_name]}  # which transformers prefers
     return {
         **({"head_dim": 128} if model_type == "qwen3" else {}),
         **settings,
@@ -252,7 +257,7 @@ def _scaling_names(kind: str) -> dict[str, str]:
 def rotary_settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns rotary_base, and rotary_scaling if the frequencies are scaled."""
     rope = {**(hf_config.get("rope_parameters") or {}), **(hf_config.get("rope_scaling") or {})}
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    rope_type = rope_type_of(rope)
     is_known = rope_type in ("default", "linear", "llama3")
     require_key(is_known, "rope_parameters.rope_type", "be default, linear or llama3", got=rope_type)
     rotary_pct = rope.get("partial_rotary_factor", hf_config.get("partial_rotary_factor", 1.0))
@@ -403,7 +408,7 @@ def gemma3_settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     require_key(is_even, "sliding_window", "be an even number of tokens", got=window)
     settings, ropes = _GEMMA3.model_settings(hf_config), hf_config.get("rope_parameters") or {}
     local_rope, global_rope = ropes.get(LOCAL) or {}, ropes.get(GLOBAL) or {}
-    rope_type = local_rope.get("rope_type", "default")
+    rope_type = rope_type_of(local_rope)
     require_key(rope_type == "default", f"rope_parameters.{LOCAL}.rope_type", "be default", got=rope_type)
     global_base = {"rope_theta": hf_config.get("rope_theta", _GLOBAL_BASE)}
     scalar = hf_config.get("query_pre_attn_scalar", 256)

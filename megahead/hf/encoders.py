@@ -21,6 +21,7 @@ from megahead.hf.families import (
     global_interval,
     layer_types,
     require_key,
+    rope_type_of,
 )
 
 _TENSORFLOW_KEYS = ((".gamma", ".weight"), (".beta", ".bias"))  # names of a norm's parameters in TensorFlow
@@ -258,14 +259,21 @@ def modernbert_config(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def modernbert_settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings of a ModelConfig; FieldError for what our ModernBERT does not support."""
-    settings = _MODERNBERT.model_settings(hf_config)
+def modernbert_settings(hf_config: Mapping[str, Any], *, window_offset: int = 0) -> dict[str, Any]:
+    """Returns the settings of a ModelConfig; FieldError for what our ModernBERT does not support.
+
+    window_offset: Hugging Face's `local_attention` minus megahead's `local_window`.
+    """
+    window = hf_config.get("local_attention", 128)
+    require_key(isinstance(window, int), "local_attention", "be a whole number", got=window)
+    sliding_window, rule = hf_config.get("sliding_window", window // 2), f"be {window // 2}, half of local_attention"
+    require_key(sliding_window == window // 2, "sliding_window", rule, got=sliding_window)
+    settings = _MODERNBERT.model_settings({**hf_config, "local_attention": window - window_offset})
     transform = hf_config.get("classifier_activation", "gelu")
     rule = f"be {hf_config.get('hidden_activation', 'gelu')}, as hidden_activation"
     require_key(GELU_NAMES.get(transform) == settings["activation"], "classifier_activation", rule, got=transform)
     dropout, mlp_dropout = hf_config.get("embedding_dropout", 0.0), hf_config.get("mlp_dropout", 0.0)
-    require_key(dropout == mlp_dropout, "mlp_dropout", f"be {dropout:g}, as embedding_dropout", got=mlp_dropout)
+    require_key(dropout == mlp_dropout, "mlp_dropout", f"be {dropout}, as embedding_dropout", got=mlp_dropout)
     return {
         **settings,
         "global_every": global_interval(hf_config, "global_attn_every_n_layers", default=3, offset=0),
@@ -277,9 +285,11 @@ def _rope_base(hf_config: Mapping[str, Any], layer_type: str) -> float:
     """Returns the rotary base of a layer type; FieldError for scaled frequencies."""
     _, legacy_key, default = _ROPE_BASES[layer_type]
     rope = {**((hf_config.get("rope_parameters") or {}).get(layer_type) or {}), **(hf_config.get("rope_scaling") or {})}
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    rope_type = rope_type_of(rope)
     require_key(rope_type == "default", f"rope_parameters.{layer_type}.rope_type", "be default", got=rope_type)
-    return float(rope.get("rope_theta", hf_config.get(legacy_key, default)))
+    base = rope.get("rope_theta", hf_config.get(legacy_key, default))
+    require_key(isinstance(base, int | float), legacy_key, "be a number", got=base)
+    return float(base)
 
 
 MODERNBERT = Family(
@@ -320,8 +330,7 @@ def modernbert_decoder_settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     window = hf_config.get("local_attention", 128)
     is_window = isinstance(window, int) and window >= 4 and not window % 2
     require_key(is_window, "local_attention", "be an even number of at least 4", got=window)
-    settings = modernbert_settings({**hf_config, "local_attention": window - _WINDOW_OFFSET})
-    return {**settings, "is_causal": True}
+    return {**modernbert_settings(hf_config, window_offset=_WINDOW_OFFSET), "is_causal": True}
 
 
 MODERNBERT_DECODER = replace(

@@ -77,6 +77,11 @@ def require_key(condition: object, name: str, rule: str, *, got: Any) -> None:
         raise FieldError(f"config.json: {name}", rule, got=got)
 
 
+def rope_type_of(rope: Mapping[str, Any]) -> Any:
+    """Returns how `rope_parameters` scale rotary frequencies: by the key of transformers 5, or else its older name."""
+    return rope.get("rope_type", rope.get("type", "default"))
+
+
 @dataclass(frozen=True)
 class SettingNames:
     """A table from settings of megahead to keys of config.json with the same values, and the activation, whose values
@@ -108,7 +113,7 @@ class SettingNames:
     def model_settings(self, hf_config: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the settings of a ModelConfig; FieldError for one that config.json lacks, or that is unsupported."""
         for hf_name in (self.hf_names[name] for name in self.required):
-            require_key(hf_name in hf_config, hf_name, "be given", got="missing")
+            require_key(hf_config.get(hf_name) is not None, hf_name, "be given", got="missing")
         activation, rule = hf_config.get(self.activation, next(iter(self.activations))), ", ".join(self.activations)
         require_key(activation in self.activations, self.activation, f"be one of {rule}", got=activation)
         for hf_name, value in self.required_values.items():

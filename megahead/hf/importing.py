@@ -165,8 +165,14 @@ def _architecture(model: ModelConfig) -> dict[str, Any]:
 def weight_files(model_dir: Path) -> dict[str, Path]:
     """Returns the file of each stored tensor; CheckpointError without safetensors.
 
-    Only files that transformers reads count: model.safetensors, else those in the index, else all.
+    Only files that transformers reads count: model.safetensors, else those in the index, else all. Also CheckpointError
+    for an adapter of PEFT, which transformers adds to the weights.
     """
+    if (model_dir / "adapter_config.json").is_file():
+        raise CheckpointError(
+            f"`{model_dir}` must hold a model without adapters, but has PEFT's adapter_config.json; merge it first by "
+            "merge_and_unload(), and save what that returns."
+        )
     files = {}
     for path in _weight_paths(model_dir):
         try:
@@ -229,7 +235,10 @@ def find_family(hf_config: Mapping[str, Any]) -> Family:
     model_type = hf_config.get("model_type")
     if model_type not in FAMILIES:
         raise FieldError("config.json: model_type", f"be one of {', '.join(FAMILIES)}", got=model_type)
-    return FAMILIES[model_type]
+    family, is_causal = FAMILIES[model_type], hf_config.get("is_causal", True)
+    can_read_it = family.head_type == "MaskedLM" or is_causal  # without it transformers 5 reads in both directions
+    require_key(can_read_it, "is_causal", "be true or missing in a decoder", got=is_causal)
+    return family
 
 
 def max_positions(hf_config: Mapping[str, Any]) -> int | None:

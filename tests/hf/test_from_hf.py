@@ -126,6 +126,15 @@ def test_a_folder_without_safetensors_is_reported(tmp_path: Path) -> None:
         from_hf(tmp_path / "theirs", tmp_path / "run")
 
 
+def test_an_adapter_that_is_not_merged_is_refused(tmp_path: Path) -> None:
+    """transformers would add it to the weights."""
+    theirs = save_theirs(tmp_path / "theirs")
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (theirs / name).write_text("{}")
+    with pytest.raises(CheckpointError, match=r"merge_and_unload\(\)"):
+        from_hf(theirs, tmp_path / "run")
+
+
 def test_layer_files_of_the_gpt_neox_library_are_told_apart(tmp_path: Path) -> None:
     step = tmp_path / "theirs" / "global_step10"
     step.mkdir(parents=True)

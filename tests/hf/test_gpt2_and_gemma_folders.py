@@ -139,6 +139,11 @@ def test_settings_of_older_gemmas_are_understood(tmp_path: Path) -> None:
             {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
             "sliding_attention.rope_type` must be default",
         ),
+        (
+            Gemma3ForCausalLM,
+            {"rope_parameters": {"sliding_attention": {"type": "linear", "factor": 2.0}}},
+            "sliding_attention.rope_type` must be default, but is linear",
+        ),
         (Gemma3ForCausalLM, {"model_type": "gemma3"}, "model_type` must be one of .*gemma3_text"),
     ],
     ids=str,

@@ -158,6 +158,17 @@ def test_a_window_that_ours_cannot_have_is_refused(tmp_path: Path, window: int |
         from_hf(theirs, tmp_path / "run")
 
 
+def test_a_stale_window_beside_the_one_that_is_read_is_refused(tmp_path: Path) -> None:
+    """transformers reads `sliding_window`, where it is given, and not `local_attention`."""
+    theirs = save_theirs(tmp_path / "theirs")
+    content = json.loads((theirs / "config.json").read_text())
+    assert 2 * content["sliding_window"] == content["local_attention"]
+    del content["local_attention"]  # 128 by default
+    (theirs / "config.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match="sliding_window` must be 64, half of local_attention, but is "):
+        from_hf(theirs, tmp_path / "run")
+
+
 @pytest.mark.parametrize("head", ["none", "pmi"])
 def test_a_causal_bert_is_none_of_transformers(tmp_path: Path, head: Any) -> None:
     tree = causal_config().model_dump(mode="json")

@@ -18,7 +18,7 @@ from megahead.errors import FieldError
 from megahead.hf.decoders import DECODERS
 from megahead.hf.export import export
 from megahead.hf.families import GLOBAL, LOCAL, filled_settings
-from megahead.hf.importing import FAMILIES, from_hf
+from megahead.hf.importing import FAMILIES, find_family, from_hf
 from megahead.hf.loading import load_causal, load_masked
 
 SIZES = {"num_hidden_layers": 6, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96}
@@ -37,6 +37,7 @@ CHANGES: list[tuple[str, dict[str, Any]]] = [
     *((name, {"use_sliding_window": True}) for name in ("qwen2", "qwen3")),
     ("mistral", {"sliding_window": 4096}),
     *(("llama", {"rope_scaling": scaling, "rope_theta": 77.0}) for scaling in (LINEAR, SCALED)),
+    ("gemma3_text", {"rope_scaling": SCALED, "original_max_position_embeddings": 16}),
     *(("llama", {"rope_scaling": LINEAR, "rope_parameters": THETA} | theta) for theta in ({}, {"rope_theta": 7.0})),
     ("gpt_neox", {"rope_scaling": THETA | {"rope_theta": 5.0}, "rope_parameters": THETA, "rotary_emb_base": 3.0}),
     ("gemma3_text", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
@@ -63,6 +64,37 @@ def test_config_json_has_the_settings_that_transformers_reads_in_it(name: str, c
     assert found == settings_or_refusal(name, whole)
     has_window = bool(change.keys() & {"use_sliding_window", "sliding_window"})  # which alone is refused
     assert isinstance(found, str) == has_window, found
+
+
+@pytest.mark.parametrize("stored", [{}, {"original_max_position_embeddings": 32}], ids=str)
+def test_the_positions_of_llama3_that_stand_outside_of_rope_parameters_count(stored: dict[str, int]) -> None:
+    hf_config = {**SIZES, "rope_scaling": SCALED | stored, "original_max_position_embeddings": 16}
+    theirs = transformers.LlamaModel(transformers.LlamaConfig(**copy.deepcopy(hf_config)))
+    scaling = ModelConfig(**FAMILIES["llama"].model_settings(hf_config)).rotary_scaling
+    assert scaling is not None
+    assert scaling.original_positions == theirs.config.rope_parameters["original_max_position_embeddings"] == 16
+
+
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.head_type == "CausalLM"])
+def test_a_decoder_that_reads_in_both_directions_is_refused(name: str) -> None:
+    """As transformers 5 reads a causal model's `is_causal: false` or null."""
+    assert find_family({"model_type": name, "is_causal": True}) is FAMILIES[name]
+    for value in (False, None):
+        with pytest.raises(FieldError, match=r"^`config\.json: is_causal` must be true or missing"):
+            find_family({"model_type": name, "is_causal": value})
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_size_that_is_null_is_refused_as_one_that_is_missing(name: str) -> None:
+    sizes = OTHER_SIZES.get(name, SIZES)
+    for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "n_embd", "n_layers"):
+        if key in sizes:
+            assert settings_or_refusal(name, sizes | {key: None}) == f"config.json: {key}"
+
+
+@pytest.mark.parametrize(("name", "key"), [("gpt2", "resid_pdrop"), ("modernbert", "embedding_dropout")])
+def test_a_dropout_that_is_null_is_refused(name: str, key: str) -> None:
+    assert "drop" in settings_or_refusal(name, OTHER_SIZES.get(name, SIZES) | {key: None})
 
 
 @pytest.mark.parametrize("name", DECODERS)
