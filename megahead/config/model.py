@@ -345,10 +345,16 @@ class ModelConfig(Settings):
 
     def non_default_settings(self) -> dict[str, Any]:
         """The family, and all settings that differ from its defaults, for a config file."""
-        fields = type(self).model_fields
-        defaults = {name: field.default for name, field in fields.items()} | FAMILY_DEFAULTS[self.family]
+        defaults = self._family_defaults()
         values = self.model_dump(mode="json", exclude={"size"})
         return {name: value for name, value in values.items() if name == "family" or value != defaults[name]}
+
+    def has_default(self, name: str) -> bool:
+        """Whether the setting has the value that its size and family give it where it is left out."""
+        return bool(getattr(self, name) == (self._family_defaults() | NAMED_SIZES.get(self.size or "", {}))[name])
+
+    def _family_defaults(self) -> dict[str, Any]:
+        return {name: field.default for name, field in type(self).model_fields.items()} | FAMILY_DEFAULTS[self.family]
 
     def is_encoder(self) -> bool:
         """Whether the family reads rows with [CLS] and [SEP], and is exported as an encoder."""

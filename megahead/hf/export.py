@@ -24,7 +24,7 @@ from megahead.files import atomic_folder, read_json_object, sha256_of
 from megahead.hf.card import CardMetadata, model_card, serving_support_of
 from megahead.hf.families import Family
 from megahead.hf.heads import DTYPES, ExportTarget, Head, best_head
-from megahead.hf.loading import is_encoder
+from megahead.hf.loading import is_encoder, read_context_length
 from megahead.hf.other_programs import require_pooling, write_pooling
 from megahead.hf.settings import write_json, write_settings
 from megahead.hf.trained import BACKBONE, EMBEDDING, HEAD, TrainedModel
@@ -97,7 +97,8 @@ def export(
         write_shards(folder, tensors, DTYPES[dtype], shard_bytes)
         tokenizer, conflict = write_settings(folder, target)
         if pooling is not None:
-            write_pooling(folder, pooling, model.config.model.hidden_size, model.config.model.max_positions)
+            context = read_context_length(folder) or model.config.model.max_positions
+            write_pooling(folder, pooling, model.config.model.hidden_size, context)
         parity = verify(folder, target)
         fingerprints = _source_fingerprint(model) | _tokenizer_fingerprint(model, folder)
         write_json(folder / PARITY_FILE, {**asdict(parity), "head": head, **fingerprints})

@@ -27,6 +27,7 @@ from megahead.data.train_tokenizer import set_mask_lstrip
 from megahead.data.vocabulary_map import ROLES
 from megahead.errors import CheckpointError, DataError
 from megahead.files import write_atomically
+from megahead.hf.decoders import DECODERS
 from megahead.hf.encoders import ENCODERS
 from megahead.hf.heads import ExportTarget
 from megahead.run_folder import RunFolder
@@ -236,13 +237,13 @@ def _write_converted_tokenizer(source: Path, folder: Path, original: HFSettings,
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-def _hf_config(target: ExportTarget) -> dict[str, Any]:
-    """Returns config.json without special tokens."""
+def _hf_config(target: ExportTarget, kept: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Returns config.json without special tokens; `kept`: settings of the run's source, in place of the run's."""
     model, config, head, family = target.model, target.model.config, target.head, target.family
     origin: dict[str, Any] = {"run": config.name, "head": head.name, "objective": config.objective.model_dump()}
     origin |= {"step": model.checkpoint.step, "tokens": model.checkpoint.state.get("tokens")}
     return {
-        **family.hf_config(head.exported_config(config.model)),
+        **family.hf_config(head.exported_config(config.model.model_copy(update=kept))),
         "architectures": [family.head_class() if target.has_head() else f"{family.class_prefix}Model"],
         "vocab_size": target.vocab_size,
         "tie_word_embeddings": head.is_tied(),
@@ -253,16 +254,25 @@ def _hf_config(target: ExportTarget) -> dict[str, Any]:
 
 def _updated_hf_config(target: ExportTarget, original: HFSettings) -> dict[str, Any]:
     """Returns the original config.json with what the run changed."""
-    old, new, family = original.read_json(CONFIG_FILE), _hf_config(target), target.family
+    old, family = original.read_json(CONFIG_FILE), target.family
+    source = ModelConfig(**(DECODERS | ENCODERS)[old["model_type"]].model_settings(old))
+    new = _hf_config(target, _kept_settings(source, target.model.config))
     if old["model_type"] != new["model_type"]:  # a class with another head, or a Mistral that is exported as a Llama
         return new | {name: id_ for name, id_ in old.items() if name.endswith("_token_id")}
-    unchanged = family.hf_config(ModelConfig(**family.model_settings(old)))
+    unchanged = family.hf_config(source)
     changes = {name: value for name, value in new.items() if name not in unchanged or unchanged[name] != value}
     if not target.has_head() and "tie_word_embeddings" in old:
         del changes["tie_word_embeddings"]  # there is nothing to tie
     if "torch_dtype" in old:
         changes["torch_dtype"] = target.dtype
     return old | changes
+
+
+def _kept_settings(source: ModelConfig, config: RunConfig) -> dict[str, Any]:
+    """Returns those settings that need not be the source's, and that the run left at their defaults: the context, if
+    the run's rows are no longer, and the initial deviation."""
+    names = ["init_std"] + ["max_positions"] * (source.max_positions >= config.data.sequence_length)
+    return {name: getattr(source, name) for name in names if config.model.has_default(name)}
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -227,6 +227,43 @@ def test_a_run_that_begins_from_a_folder_keeps_its_settings(
     assert read(after / "config.json")["attention_dropout"] == 0.1
 
 
+def with_config(run: Path, **sections: dict[str, Any]) -> None:
+    """Saves a newer checkpoint with the same weights, of another config."""
+    checkpoint = open_checkpoint(run)
+    config = {**checkpoint.config, **{name: {**checkpoint.config[name], **new} for name, new in sections.items()}}
+    tensors = [(name, checkpoint.read(name)) for name in checkpoint.names()]
+    save_checkpoint(run / "checkpoints", 1, tensors, state=checkpoint.state, config=config, group=Group())
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gpt_neox", "modernbert"])  # a Mistral goes out as a Llama
+@pytest.mark.parametrize(
+    ("changes", "exported"),
+    [
+        ({}, (131_072, 0.01)),
+        ({"max_positions": 4096, "init_std": 0.03}, (4096, 0.03)),
+        ({"size": "llama-1b", "max_positions": 8192}, (131_072, 0.01)),
+    ],
+)
+def test_a_context_that_the_run_left_out_is_the_folders(
+    tmp_path: Path, kind: str, changes: dict[str, Any], exported: tuple[int, float]
+) -> None:
+    before = theirs(tmp_path / "theirs", kind)
+    published = {"max_position_embeddings": 131_072, "initializer_range": 0.01}
+    (before / "config.json").write_text(json.dumps(read(before / "config.json") | published))
+    run = from_hf(before, tmp_path / "run")
+    default = 8192 if kind == "modernbert" else 2048
+    with_config(run, model={"max_positions": default, "init_std": 0.02, **changes}, data={"sequence_length": 64})
+    after = read(export(run, tmp_path / "back", "trained").folder / "config.json")
+    assert tuple(after[name] for name in published) == exported
+
+
+def test_rows_beyond_the_context_of_the_folder_lengthen_it(tmp_path: Path) -> None:
+    run = from_hf(theirs(tmp_path / "theirs", "llama"), tmp_path / "run")
+    with_config(run, model={"max_positions": 2048}, data={"sequence_length": 128})
+    after = read(export(run, tmp_path / "back", "trained").folder / "config.json")
+    assert after["max_position_embeddings"] == 2048
+
+
 @pytest.mark.parametrize("way", ["end", "tokenizer", "revocabulary"])
 def test_settings_of_another_end_or_vocabulary_are_not_kept(tmp_path: Path, way: str) -> None:
     """They would be wrong: special tokens are those of the run, as in runs that begin from no folder."""
@@ -234,10 +271,7 @@ def test_settings_of_another_end_or_vocabulary_are_not_kept(tmp_path: Path, way:
     end = END
     if way == "end":
         end = 7
-        checkpoint = open_checkpoint(run)
-        config = {**checkpoint.config, "data": {**checkpoint.config["data"], "end_token": end}}
-        tensors = [(name, checkpoint.read(name)) for name in checkpoint.names()]
-        save_checkpoint(run / "checkpoints", 1, tensors, state=checkpoint.state, config=config, group=Group())
+        with_config(run, data={"end_token": end})
     elif way == "tokenizer":
         content = read(run / "tokenizer.json")
         content["added_tokens"][-1]["content"] = "<other>"
