@@ -433,6 +433,9 @@ def test_a_code_that_yaml_takes_for_a_boolean_stays_a_language(tmp_path: Path, m
 
 
 TIED = {"name": "vanilla", "tied": True}
+GEMMA3 = {"family": "gemma3", "num_key_heads": 1}
+NEOX_IN_VLLM = "vLLM serves --head tied, pmi; llama.cpp none of its heads"
+GPT2_IN_VLLM = "vLLM serves --head tied, trained; llama.cpp none of its heads"
 
 
 @pytest.mark.parametrize(
@@ -442,6 +445,12 @@ TIED = {"name": "vanilla", "tied": True}
         ({"objective": {"name": "vanilla"}}, "trained", f"{BOTH} serve --head trained", BOTH),
         ({"model": LLAMA}, "pmi", f"{BOTH} serve --head tied", "neither"),
         ({"model": LLAMA, "objective": TIED | {"output_bias": True}}, "tied", NONE, "neither"),
+        ({"model": {**LLAMA, "activation": "gelu"}}, "tied", NONE, "neither"),
+        ({"model": {"rotary_base": 500_000.0}}, "tied", NEOX_IN_VLLM, "vLLM"),
+        ({"model": {"activation": "gelu"}}, "pmi", NEOX_IN_VLLM, "vLLM"),
+        ({"model": {**GPT2, "activation": "gelu"}, "objective": TIED}, "trained", GPT2_IN_VLLM, "vLLM"),
+        ({"model": {**GEMMA3, "activation": "gelu"}, "objective": TIED}, "tied", NONE, "neither"),
+        ({"model": GEMMA3, "objective": TIED}, "tied", f"{BOTH} serve --head tied, trained", BOTH),
         ({"model": GPT2, "objective": TIED}, "trained", f"{BOTH} serve --head tied, trained", BOTH),
         ({"model": BERT, "masking": MASKS}, "none", f"{BOTH} serve --head none", BOTH),
         ({"model": {**BERT, "token_types": 0}, "masking": MASKS}, "none", NONE, "neither"),

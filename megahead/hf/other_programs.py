@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Literal, get_args
 
+from megahead.config.model import ModelConfig
 from megahead.config.objective import HeadName
 from megahead.config.run import RunConfig
 from megahead.errors import CheckpointError, FieldError
@@ -106,14 +107,29 @@ _SERVED_HEADS: dict[str, tuple[Heads, Heads]] = {
 }
 """Heads that vLLM and llama.cpp serve, by family; one with a bias counts as `pmi`."""
 
+_ACTIVATIONS: dict[str, dict[str, str]] = {
+    "vLLM": {"llama": "silu", "gemma3": "gelu_tanh"},
+    "llama.cpp": {"llama": "silu", **dict.fromkeys(("gpt_neox", "gpt2", "gemma3"), "gelu_tanh")},
+}
+"""By program: families that it serves with one activation alone."""
+
+
+def _served_heads(model: ModelConfig) -> dict[str, Heads]:
+    """{program: heads that it serves of this model}"""
+    heads = dict(zip(("vLLM", "llama.cpp"), _SERVED_HEADS[model.family], strict=True))
+    is_unlisted = model.is_distilbert() or (model.is_encoder() and model.is_causal)  # the latter: ModernBertDecoder
+    for program, activations in _ACTIVATIONS.items():
+        has_another_base = (program, model.family) == ("llama.cpp", "gpt_neox") and model.rotary_base != 10_000
+        has_another_activation = activations.get(model.family, model.activation) != model.activation
+        if is_unlisted or has_another_base or has_another_activation:
+            heads[program] = ()
+    return heads
+
 
 def serving_support(config: RunConfig, head: HeadName | None = None, *, has_bias: bool = False) -> str:
     """Returns a sentence: which of the run's possible heads vLLM and llama.cpp serve, and whether they serve an export
     with `head`. `has_bias`: whether that export has a bias in its head."""
-    model = config.model
-    is_unlisted = model.is_distilbert() or (model.is_encoder() and model.is_causal)  # the latter: ModernBertDecoder
-    vllm_and_llama_cpp = ((), ()) if is_unlisted else _SERVED_HEADS[model.family]
-    heads_by_program = dict(zip(("vLLM", "llama.cpp"), vllm_and_llama_cpp, strict=True))
+    heads_by_program = _served_heads(config.model)
     stored_as = {head: _stored_head(config, head, config.objective.output_bias) for head in possible_heads(config)}
     served = ([head for head in stored_as if stored_as[head] in heads] for heads in heads_by_program.values())
     vllm, llama_cpp = (f"--head {', '.join(heads)}" if heads else "none of its heads" for heads in served)
