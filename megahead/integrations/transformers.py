@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as MASKED
 
@@ -23,6 +23,7 @@ from megahead.files import atomic_folder
 from megahead.hf.card import CardMetadata
 from megahead.hf.export import PARITY_FILE, export
 from megahead.hf.importing import from_hf
+from megahead.hf.settings import GENERATION_FILE
 from megahead.losses.candidates import all_rows_as_candidates, log_unigram
 from megahead.losses.contrastive import build_objective
 from megahead.losses.softmax import candidate_loss, streamed_sums
@@ -46,10 +47,12 @@ def save_transformers_model(
     folder: Path,
     head: HeadName,
     tokenizer: Any,
+    generation_config: GenerationConfig | None,
 ) -> None:
     """Writes a `model_class` with the body's `weights` to `folder`; UserError if it cannot have `head`.
 
-    counts_V: how often each id was a target in training. tokenizer: of transformers, or None.
+    counts_V: how often each id was a target in training. tokenizer: of transformers, or None. generation_config:
+    of a model that generates; written with a head.
     """
     if head not in _HEADS:
         raise FieldError("head", f"be one of {', '.join(_HEADS)}", got=head)
@@ -57,6 +60,8 @@ def save_transformers_model(
     with TemporaryDirectory() as scratch:
         body_folder = Path(scratch, "body", folder.name)
         body.save_pretrained(body_folder, state_dict=dict(weights))
+        if generation_config is not None:
+            generation_config.to_json_file(body_folder / GENERATION_FILE)
         if tokenizer is not None:
             tokenizer.save_pretrained(body_folder)
         try:
@@ -75,6 +80,8 @@ def save_transformers_model(
             body.save_pretrained(staged, state_dict=dict(weights))
         else:
             _add_head(model_class, body.config, weights, counts_V, head).save_pretrained(staged)
+            if generation_config is not None:
+                generation_config.to_json_file(staged / GENERATION_FILE)
         if tokenizer is not None:
             tokenizer.save_pretrained(staged)
 
@@ -150,6 +157,7 @@ class Headless(nn.Module):
         super().__init__()
         self.loss_type = _loss_type(model)  # Trainer counts the targets of a step by it
         self.body, self.config, self._model_class = cast(PreTrainedModel, model.base_model), model.config, type(model)
+        self._generation_config = getattr(model, "generation_config", None)
         require_finite(self.body.named_parameters(), "model")
         table = _input_embedding(model)
         table.padding_idx = None  # a candidate may be any id, and each has a gradient
@@ -224,9 +232,8 @@ class Headless(nn.Module):
         }
         if any(part in name for name in body for part in _ADAPTER_PARTS):
             raise FieldError("model", "be without adapters", got="adapted", hint="call its merge_and_unload() first")
-        save_transformers_model(
-            self._model_class, self.body, body, weights[_COUNTS_NAME].cpu(), Path(folder), head, tokenizer
-        )
+        counts_V, generation = weights[_COUNTS_NAME].cpu(), self._generation_config
+        save_transformers_model(self._model_class, self.body, body, counts_V, Path(folder), head, tokenizer, generation)
 
     def activation_checkpointing_enable(self, **options: Any) -> None:
         """`Trainer` calls this if its arguments enable it."""

@@ -22,6 +22,7 @@ from transformers import (
     ElectraForMaskedLM,
     FuyuConfig,
     FuyuForCausalLM,
+    GenerationConfig,
     GPTBigCodeConfig,
     GPTBigCodeForCausalLM,
     PhiConfig,
@@ -172,6 +173,15 @@ def test_special_tokens_stay_those_of_the_model_and_its_tokenizer(tmp_path: Path
     back = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert back.special_tokens_map == words.special_tokens_map
     assert back.chat_template == words.chat_template
+
+
+@pytest.mark.parametrize("build_model", [lambda: build("llama"), phi], ids=["ours", "another family"])
+def test_settings_of_generation_are_saved_with_a_head(tmp_path: Path, build_model: Any) -> None:
+    model = build_model()
+    model.generation_config = GenerationConfig(eos_token_id=[3, 4], temperature=0.6, do_sample=True)
+    Headless(model).save(tmp_path / "out", "tied")
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config
+    assert (saved.eos_token_id, saved.temperature, saved.do_sample) == ([3, 4], 0.6, True)
 
 
 def test_what_is_no_run_of_ours_without_more_goes_out_as_it_is_without_a_head(tmp_path: Path) -> None:
