@@ -114,7 +114,7 @@ class HFSettings:
         texts in another way), or None."""
         if tokenizer is not None and not self._has_same_ids(tokenizer):
             return "the run has another tokenizer"
-        family = ENCODERS.get(self.read_json(CONFIG_FILE)["model_type"])
+        family = ENCODERS.get(self.read_json(CONFIG_FILE).get("model_type", ""))
         if family is not None and (family.head_type == "CausalLM") != config.model.is_causal:
             return "the run reads texts in another direction"
         if config.masking is not None and not config.model.is_causal:
