@@ -284,9 +284,9 @@ class InitConfig(Settings):
     objective has one."""
 
     mode: Literal["continue", "table", "finetune", "probe"] = "finetune"
-    """`finetune`: trains body and untied head, a copy of the embedding; `probe`: only that head; `continue`: the
-    weights as they are, a new schedule; `table`: only the embedding and what the objective adds, for a new
-    vocabulary."""
+    """`finetune`: trains body and untied head, which starts as a copy of the embedding where there is none; `probe`:
+    only that head; `continue`: the weights as they are, a new schedule; `table`: only the embedding and what the
+    objective adds, for a new vocabulary."""
 
     @model_validator(mode="after")
     def _check_one_source(self) -> InitConfig:
@@ -296,7 +296,7 @@ class InitConfig(Settings):
         return self
 
     def copies_embedding(self) -> bool:
-        """Whether the head is initialized with a copy of the embedding."""
+        """Whether a head that is not there is initialized with a copy of the embedding."""
         return self.mode in ("finetune", "probe")
 
 

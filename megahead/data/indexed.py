@@ -18,7 +18,7 @@ import orjson
 from megahead.config.data import DATASET_FORMAT
 from megahead.errors import DataError
 from megahead.files import write_atomically
-from megahead.remote_files import ExpectedFile, Store, cache_folder, fetch_into, is_remote, split_url
+from megahead.remote_files import ExpectedFile, RemoteError, Store, cache_folder, fetch_into, is_remote, split_url
 from megahead.wording import pluralize
 
 # The layout of an `.idx` file (Megatron "MMIDIDX", version 1).
@@ -247,7 +247,7 @@ def _remote_files(prefix: str) -> tuple[Path, Store, dict[str, ExpectedFile]]:
     files = {bin_name: info.bin, idx_name: info.idx}
     if info.tokenizer_file is not None:
         tokenizer = Path(info.tokenizer_file).name
-        with suppress(FileNotFoundError):  # it may have been left out of an upload
+        with suppress(FileNotFoundError, RemoteError):  # it may have been left out of an upload
             files[tokenizer] = ExpectedFile(store.size(tokenizer))
     return folder, store, files
 

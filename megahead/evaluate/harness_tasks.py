@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -256,6 +257,10 @@ _WORD_GOES_ON = re.compile(r"[^\W\u0e00-\u109f\u1780-\u17ff\u2e80-\ud7ff]")
 and Korean, whose particles follow a name without a space."""
 
 
+def _continues_word(text: str) -> bool:
+    return bool(_WORD_GOES_ON.match(text)) or unicodedata.category(text[:1] or " ").startswith("M")  # a vowel sign
+
+
 def read_articles(file: Path, limit: int | None) -> list[Row]:
     """Reads JSON lines of {"title", "text"} as {"title", "sentence", "rest"}: an article's first sentence and all after
     it. A title that begins the text, and ends with a word there, is left out of both. Skips articles without a title or
@@ -264,7 +269,7 @@ def read_articles(file: Path, limit: int | None) -> list[Row]:
     for row in jsonl_reader("title", "text")(file):
         title, text = str(row["title"]).strip(), str(row["text"]).strip()
         untitled = text.removeprefix(title)
-        text = text if _WORD_GOES_ON.match(untitled) else untitled.strip()
+        text = text if _continues_word(untitled) else untitled.strip()
         sentence, *rest = _SENTENCE_END.split(text, maxsplit=1)
         if title and sentence and rest and rest[0].strip():
             articles.append({"title": title, "sentence": sentence, "rest": rest[0].strip()})

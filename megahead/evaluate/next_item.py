@@ -157,6 +157,8 @@ def rank_next_items(
     for first in range(END_ID + 1, num_ids, block_items):
         end = min(first + block_items, num_ids)
         scores_Un = contexts_UD @ vectors_ND[first:end].T
+        target_rows = ((targets_U >= first) & (targets_U < end)).nonzero()[:, 0]  # equal to themselves by any rounding
+        scores_Un[target_rows, targets_U[target_rows] - first] = target_scores_U[target_rows]
         every.add(scores_Un, target_scores_U, tolerance_U, first)
         in_block = (seen_id >= first) & (seen_id < end)
         scores_Un[seen_row[in_block], seen_id[in_block] - first] = -torch.inf

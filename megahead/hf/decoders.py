@@ -238,7 +238,7 @@ def llama_settings(hf_config: Mapping[str, Any], *, model_type: str) -> dict[str
     has_all_biases = hf_config.get("attention_bias", False)
     rope = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}  # the older key, if there are both
     positions_name = _SCALING_NAMES["original_positions"]
-    if positions_name in hf_config:
+    if hf_config.get(positions_name) is not None:
         rope = {**rope, positions_name: hf_config[positions_name]}  # which transformers prefers
     return {
         **({"head_dim": 128} if model_type == "qwen3" else {}),

@@ -148,10 +148,19 @@ class HFModel:
 
     def require_same_architecture(self, model: ModelConfig) -> None:
         """Raises ConfigError with all settings by which `model` would compute something else with these weights."""
-        stored, configured = _architecture(ModelConfig(**self.model_settings())), _architecture(model)
-        changes = [f"{name}={stored[name]}" for name in stored if stored[name] != configured[name]]  # for --set
-        if changes:
-            raise ConfigError("model", f"be that of {self.folder}", got="another", hint=f"set {', '.join(changes)}")
+        require_same_architecture(model, ModelConfig(**self.model_settings()), self.folder)
+
+
+def require_same_architecture(
+    model: ModelConfig, source: ModelConfig, folder: Path, free: Collection[str] = ()
+) -> None:
+    """Raises ConfigError with all settings, but those that are `free` to differ, by which `model` would compute
+    something else with weights of `source`, which are in `folder`."""
+    stored, configured = _architecture(source), _architecture(model)
+    names = [name for name in stored if name not in free and stored[name] != configured[name]]
+    if names:
+        changes = ", ".join(f"{name}={stored[name]}" for name in names)  # for --set
+        raise ConfigError("model", f"be that of {folder}", got="another", hint=f"set {changes}")
 
 
 def _architecture(model: ModelConfig) -> dict[str, Any]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,24 +57,24 @@ def read_metrics(run: Path) -> RunMetrics:
     malformed.
     """
     path = run if run.suffix == ".jsonl" else RunFolder(run).metrics
-    lines: list[Record] = []
-    saved, earlier, events = lines, [lines], list[Record]()
+    history, earlier, saved_in, events = _History(), list[_History](), dict[int, _History](), list[Record]()
     for record in _records(path):
         if _EVENT_KEYS & record.keys():
             events.append(record)
         else:
-            lines.append(record)
+            history.lines.append(record)
         if "checkpoint" in record:
-            saved = lines
+            saved_in[record["step"]] = history
         if _RESTART_KEYS & record.keys():
-            last_valid = record.get("session", {}).get("continues", record["step"])
-            if "session" in record:  # the newest checkpoint may be of a history from which an earlier session departed
-                histories = (saved, lines, *reversed(earlier))
-                lines = next((h for h in histories if any(line["step"] >= last_valid for line in h)), lines)
-            lines = [line for line in lines if line["step"] <= last_valid]
-            earlier.append(lines)
+            session = record.get("session", {})
+            last_valid = session.get("continues", record["step"])
+            earlier.append(history)
+            if "session" in record and "newer_by" not in session.get("memory", {}):  # which is of the latest history
+                reaching = (h for h in reversed(earlier) if h.last_step() >= last_valid)
+                history = saved_in.get(last_valid) or next(reaching, history)
+            history = _History(history, last_valid)
     by_step: dict[str, dict[int, Record]] = {"training": {}, "validation": {}, "tasks": {}}
-    for line in lines:
+    for line in history.all_lines():
         if "validation" in line:
             progress = {key: line[key] for key in ("step", "tokens", "seconds")}
             by_step["validation"][line["step"]] = progress | line["validation"]
@@ -86,6 +87,28 @@ def read_metrics(run: Path) -> RunMetrics:
     name = path.parent.name if path.parent.name not in ("", "..") else path.parent.resolve().name
     ordered = {kind: [lines[step] for step in sorted(lines)] for kind, lines in by_step.items()}
     return RunMetrics(name, **ordered, events=events)
+
+
+@dataclass(frozen=True)
+class _History:
+    """The lines of a log from one restart to the next, and the history that they continue."""
+
+    origin: _History | None = None
+    continues: int = 0
+    """The last step of `origin` that is valid here."""
+
+    lines: list[Record] = field(default_factory=list)
+
+    def last_step(self) -> int:
+        return max(self.continues, self.lines[-1]["step"] if self.lines else 0)
+
+    def all_lines(self) -> list[Record]:
+        """With those of its origins, oldest first."""
+        lines, history, last_valid = [self.lines], self, math.inf
+        while history.origin is not None:
+            history, last_valid = history.origin, min(last_valid, history.continues)
+            lines.append([line for line in history.lines if line["step"] <= last_valid])
+        return [line for part in reversed(lines) for line in part]
 
 
 def last_logged_step(run: Path) -> int:

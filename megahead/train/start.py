@@ -28,7 +28,7 @@ from megahead.config.training import InitConfig
 from megahead.distributed.group import Group
 from megahead.distributed.tensors import FiniteTensors, MappedTensors, TensorSource
 from megahead.errors import CheckpointError, ConfigError
-from megahead.hf.importing import HFModel
+from megahead.hf.importing import HFModel, require_same_architecture
 from megahead.hf.trained import EMBEDDING, HEAD, OUTPUT_BIAS, TrainedModel
 from megahead.objectives.auxiliary import auxiliary_class
 from megahead.objectives.pretraining import TEMPERATURE, initial_weights, weight_shapes
@@ -197,34 +197,38 @@ def starting_weights(config: RunConfig, world_group: Group, resumed: Checkpoint 
     """The full (unsharded) initial tensors of a session by parameter name, which are read only when needed.
 
     They come from the `resumed` checkpoint; for a new run from `init`, or they are random. A head that `init`
-    fine-tunes starts as a copy of the embedding; a bias that a checkpoint lacks starts as the training-free head's.
-    Collective; CheckpointError for a checkpoint of another model.
+    fine-tunes starts as a copy of the embedding where there is none; a bias that a checkpoint lacks starts as the
+    training-free head's. Collective; CheckpointError or ConfigError for a checkpoint of another model.
     """
-    init, shapes = config.init, weight_shapes(config)
     if resumed is not None:
         # `late/weight`: rows to which updates are still to be applied (see
         # checkpoints/reading.py); Progress.resume_from restores the optimizer
+        shapes = weight_shapes(config)
         return _checkpoint_weights(resumed, shapes, prefix="late/weight", optional=(HEAD, OUTPUT_BIAS))
-    if init is None:
+    if config.init is None:
         return initial_weights(config)
-    copies = {HEAD: EMBEDDING} if init.copies_embedding() else {}
-    needed = {name: shape for name, shape in shapes.items() if name not in copies}
-    source: TensorSource = (
-        _hf_weights(config, init, world_group)
-        if init.from_checkpoint is None
-        else _init_weights(_open_init(init.from_checkpoint, config.folder(), world_group), config, needed)
-    )
-    return MappedTensors(lambda name: (source, copies.get(name, name)))
+    load = _hf_weights if config.init.from_checkpoint is None else _init_weights
+    return load(config, config.init, world_group)
 
 
-def _init_weights(checkpoint: Checkpoint, config: RunConfig, shapes: Mapping[str, torch.Size]) -> TensorSource:
+def _init_weights(config: RunConfig, init: InitConfig, world_group: Group) -> TensorSource:
     """The weights of `init.from_checkpoint`; parameters of a temperature or auxiliary objective that it lacks start as
-    in a new run."""
+    in a new run. Its run may have had another context, and hence other rotary frequencies."""
+    checkpoint = _open_init(init.from_checkpoint or "", config.folder(), world_group)
     saved, prefixes = set(checkpoint.names()), (TEMPERATURE, *_auxiliary_prefixes(config))
+    copies = _copies(init, has_head=f"weight/{HEAD}" in saved)
+    shapes = {name: shape for name, shape in weight_shapes(config).items() if name not in copies}
     new = {name for name in shapes if name.startswith(prefixes) and f"weight/{name}" not in saved}
     weights = _checkpoint_weights(checkpoint, {name: shape for name, shape in shapes.items() if name not in new})
+    free = ("vocab_size", "rotary_base", "rotary_scaling")
+    require_same_architecture(config.model, checkpoint.run_config().model, checkpoint.folder, free)
     new_weights = initial_weights(config)
-    return MappedTensors(lambda name: (new_weights if name in new else weights, name))
+    return MappedTensors(lambda name: (new_weights if name in new else weights, copies.get(name, name)))
+
+
+def _copies(init: InitConfig, *, has_head: bool) -> dict[str, str]:
+    """{parameter: which one it starts as a copy of}"""
+    return {HEAD: EMBEDDING} if init.copies_embedding() and not has_head else {}
 
 
 def _auxiliary_prefixes(config: RunConfig) -> tuple[str, ...]:
@@ -301,4 +305,7 @@ def _hf_weights(config: RunConfig, init: InitConfig, world_group: Group) -> Tens
     run_on_all_ranks(world_group, check)
     new_prefixes, new_weights = (TEMPERATURE, OUTPUT_BIAS, *_auxiliary_prefixes(config)), initial_weights(config)
     weights = _HFWeights(HFModel.open(path), new_weights.shapes)
-    return MappedTensors(lambda name: (new_weights if name.startswith(new_prefixes) else weights, name))
+    copies = _copies(init, has_head=HEAD in weights.model.slices)
+    return MappedTensors(
+        lambda name: (new_weights if name.startswith(new_prefixes) else weights, copies.get(name, name))
+    )

@@ -103,6 +103,22 @@ def test_a_session_that_continues_what_an_earlier_one_left_takes_its_lines_back(
     assert len(run.events) == 3
 
 
+@pytest.mark.parametrize("restart", [{"session": {"continues": 20}}, {"rollback": {"checkpoint": "step-20"}}], ids=str)
+def test_a_copy_in_memory_continues_the_latest_history(tmp_path: Path, restart: dict[str, Any]) -> None:
+    """Steps 21 to 29 were discarded; the next session recovers step 25 of those that were trained instead."""
+
+    def at(step: int, fields: dict[str, Any]) -> dict[str, Any]:
+        return {"step": step, "tokens": 100 * step, "seconds": 2.0 * step} | fields
+
+    recovered = {"session": {"continues": 25, "memory": {"problems": [], "newer_by": 5}}}
+    records = [*map(training, range(1, 21)), at(20, {"checkpoint": {}})]
+    records += [*(training(step, loss=99.0) for step in range(21, 30)), at(20, restart)]
+    records += [*map(training, range(21, 27)), at(25, recovered), training(26)]
+    run = read_metrics(write_run(tmp_path / "run", *records))
+    assert [record["step"] for record in run.training] == [*range(1, 27)]
+    assert all(record["loss"] < 99 for record in run.training)
+
+
 def test_no_run_a_broken_one_and_an_empty_one_are_reported(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"nothing/metrics\.jsonl must be the metrics of a run"):
         read_metrics(tmp_path / "nothing")

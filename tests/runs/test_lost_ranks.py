@@ -158,7 +158,7 @@ def test_of_four_ranks_that_wait_for_each_other_three_name_the_fourth_once(tmp_p
 def test_a_rank_that_stands_still_is_named_after_the_timeout(tmp_path: Path, place: str, victim: int, act: Act) -> None:
     """Stopped as by a debugger or a frozen machine, rank 0 with the store in which all look each other up; or only its
     main thread."""
-    told = survivor(tmp_path, victim, at(place, victim, act), 30, {"engine.timeout_seconds": 3})
+    told = survivor(tmp_path, victim, at(place, victim, act), 30, {"engine.timeout_seconds": 5})
     assert f"rank {victim} died or hangs (" in told
     assert "Traceback" not in told
 

@@ -20,6 +20,7 @@ from megahead.errors import CheckpointError, ConfigError, UserError
 from megahead.report.read import read_metrics
 from megahead.train.log import RunLogger
 from megahead.train.run import pretrain
+from megahead.train.start import starting_weights
 from support.long import long, long_but
 from support.named import folder_of
 from support.on_ranks import on_ranks
@@ -276,6 +277,17 @@ def test_a_head_is_trained_from_a_copy_of_the_embedding(tmp_path: Path, mode: st
     assert (first - before["weight/backbone.embedding.weight"]).abs().max() < 0.05  # three steps away from its start
 
 
+@pytest.mark.parametrize(("objective", "mode"), [("own", "finetune"), ("vanilla", "probe")])
+def test_a_head_that_is_there_is_trained_from_where_it_is(tmp_path: Path, objective: str, mode: str) -> None:
+    write_text(tmp_path)
+    trained = {"objective.name": "vanilla"} if objective == "vanilla" else {"objective.candidates": objective}
+    on_ranks(1, run, small_config(tmp_path, trained | {"training.steps": 2}))
+    init = {"from_checkpoint": str(tmp_path / "run"), "mode": mode}
+    changes = {"init": init, "objective.name": "vanilla", "output_dir": str(tmp_path / "head")}
+    weights = starting_weights(small_config(tmp_path, changes), Group())
+    assert torch.equal(weights.read("head.weight"), tensors(tmp_path / "run")["weight/head.weight"])
+
+
 @pytest.mark.parametrize("zero", [0, long(3)])
 def test_a_run_that_began_from_another_goes_on_without_it(tmp_path: Path, zero: int) -> None:
     write_text(tmp_path)
@@ -302,14 +314,16 @@ def test_a_run_that_began_from_another_goes_on_without_it(tmp_path: Path, zero: 
             "finetune` copies the embedding to it.",
         ),
         ({"init.from_checkpoint": "nowhere"}, "`init.from_checkpoint` must hold a checkpoint, but nowhere holds none."),
+        ({"model.num_heads": 2}, "but is another instead; set num_heads=4, num_key_heads=4, head_dim=8."),
+        ({"model.parallel_residual": False}, "but is another instead; set parallel_residual=True."),
     ],
 )
-def test_a_checkpoint_of_another_shape_is_no_start(tmp_path: Path, change: dict[str, Any], sentence: str) -> None:
+def test_a_checkpoint_of_another_model_is_no_start(tmp_path: Path, change: dict[str, Any], sentence: str) -> None:
     write_text(tmp_path)
     on_ranks(1, run, small_config(tmp_path))
     changes = {"init.from_checkpoint": str(tmp_path / "run"), "objective.name": "vanilla"}
     config = small_config(tmp_path, changes | {"output_dir": str(tmp_path / "head")} | change)
-    (found,) = on_ranks(1, refused, config, "auto", CheckpointError)
+    (found,) = on_ranks(1, refused, config, "auto", UserError)
     assert sentence in found
     assert not (tmp_path / "head").exists()
 
