@@ -187,8 +187,8 @@ def activation_bytes(config: RunConfig, element_size: int) -> float:
 # A product of [m, k] and [k, n] takes 2 m k n operations. The backward pass computes two products for each of the
 # forward pass, so training takes three times its operations (Kaplan et al. 2020, arXiv 2001.08361), or twice under
 # frozen weights, or one time where nothing before them is trained. Norms, activations, softmax, lookups and
-# recomputation are not counted. D hidden size, A total width of the query heads (mostly D), F MLP
-# width, L blocks, T tokens per row, U candidates of the softmax.
+# recomputation are not counted. D hidden size, A total width of the query heads (mostly D), F MLP width, L blocks, T
+# tokens per row, U candidates of the softmax.
 
 
 @dataclass(frozen=True)
@@ -261,12 +261,10 @@ def run_flops(config: RunConfig, candidate_rows: int, data_ranks: int = 1) -> Fl
     head = _head_flops(config, candidate_rows, data_ranks) + auxiliary.head_flops(model, length)
     if (blocks := auxiliary.head_blocks(model)) is not None:
         head += training_flops(blocks, length, 0).total
-    if generator is None:
-        outputs = None if auxiliary.needs_all_outputs else targets
-        flops = training_flops(model, length, 0, targets=outputs, subsets=subset_layers(config))
-        generator_flops = FlopsPerToken(0, 0, 0)
-    else:
-        flops = training_flops(model, length, candidate_rows=0)
+    outputs = targets if generator is None and not auxiliary.needs_all_outputs else None
+    flops = training_flops(model, length, 0, targets=outputs, subsets=subset_layers(config))
+    generator_flops = FlopsPerToken(0, 0, 0)
+    if generator is not None:
         generator_flops = training_flops(generator, length, 0, targets=targets)
     if config.freezes_body():  # a product of two activations has no gradient of weights to leave out
         body, attention = (1, 1) if config.freezes_embedding() else (2, 3)

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from megahead.data.compression import ARCHIVES
 from megahead.data.indexed import (
     UINT16_VOCABULARY_LIMIT,
     Array,
@@ -22,7 +23,7 @@ from megahead.data.indexed import (
     require_same_tokenizer,
 )
 from megahead.data.records import Selection, TextFile, is_saved_dataset
-from megahead.data.sources import ARCHIVES, CHUNKERS, SUFFIXES, Input, files_below, find_inputs, read_chunks
+from megahead.data.sources import CHUNKERS, SUFFIXES, Input, files_below, find_inputs, read_chunks
 from megahead.data.tokenizer import Tokenizer
 from megahead.data.writer import NO_PROGRESS, IndexedDatasetWriter, ProgressBar
 from megahead.errors import DataError, FieldError

@@ -17,10 +17,11 @@ from typing import Any
 
 import orjson
 
+from megahead.data.compression import STANDARD_INPUT
 from megahead.data.indexed import IndexedDataset
 from megahead.data.preprocess import END_TOKEN, PreprocessReport, Recipe, encoding_pool, write_dataset
 from megahead.data.records import is_hub_url
-from megahead.data.sources import STANDARD_INPUT, Input, find_inputs, pin_hub_revisions, total_bytes
+from megahead.data.sources import Input, find_inputs, pin_hub_revisions, total_bytes
 from megahead.data.tokenizer import load_tokenizer
 from megahead.data.writer import NO_PROGRESS, ProgressBar
 from megahead.errors import DataError

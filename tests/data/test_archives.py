@@ -145,7 +145,8 @@ def test_an_archive_without_text_is_refused(members: list[Path], tmp_path: Path)
 
 @pytest.mark.parametrize("block", [64, 4 << 20])
 def test_lengths_of_lm_dataformat_delimit_texts(block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megahead.data.sources.BLOCK_BYTES", block)
+    for module in ("compression", "sources"):
+        monkeypatch.setattr(f"megahead.data.{module}.BLOCK_BYTES", block)
     encoded = [text.encode() for text in TEXTS]
     content = b"".join(b"%016d" % len(text) + text for text in encoded)
     file = tmp_path / "data_0_time1_default.dat.zst"

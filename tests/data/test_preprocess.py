@@ -17,7 +17,7 @@ import orjson
 import pytest
 import sentencepiece
 
-from megahead.data import sources as decompression
+from megahead.data import compression, sources
 from megahead.data.indexed import IndexedDataset
 from megahead.data.preprocess import encoding_pool, preprocess
 from megahead.data.records import Selection
@@ -74,7 +74,8 @@ def test_the_end_of_each_document_is_held_out(tokenizer_path: Path, json_lines: 
 def test_every_tenth_document_is_held_out(
     tokenizer_path: Path, json_lines: JsonLines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holdout: Fraction
 ) -> None:
-    monkeypatch.setattr(decompression, "BLOCK_BYTES", 500)  # the count goes on over chunks
+    for module in (compression, sources):  # the count goes on over chunks
+        monkeypatch.setattr(module, "BLOCK_BYTES", 500)
     report = preprocess([json_lines(["", *TEXTS])], tokenizer_path, tmp_path / "out", holdout=holdout)
     assert (report.documents, report.held_out) == (95, 9)
     assert documents(tmp_path / "out-validation") == expected(tokenizer_path, TEXTS[9::10])
@@ -111,7 +112,8 @@ def test_a_holdout_that_is_none_is_refused(json_lines: JsonLines, tmp_path: Path
 def test_workers_do_not_change_the_result(
     tokenizer_path: Path, json_lines: JsonLines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decompression, "BLOCK_BYTES", 300)
+    for module in (compression, sources):
+        monkeypatch.setattr(module, "BLOCK_BYTES", 300)
     path = json_lines(TEXTS)
     for workers in (1, 2):
         preprocess([path], tokenizer_path, tmp_path / f"out{workers}", holdout=7, workers=workers)
@@ -174,7 +176,8 @@ def test_real_text_equals_the_reference_tokenizer(shared_data: Path, tmp_path: P
 def test_broken_lines_can_be_skipped_and_are_reported(
     tokenizer_path: Path, json_lines: JsonLines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decompression, "BLOCK_BYTES", 300)
+    for module in (compression, sources):
+        monkeypatch.setattr(module, "BLOCK_BYTES", 300)
     path = json_lines([*TEXTS, ""])
     lines = path.read_bytes().splitlines()
     lines[10:10], lines[50:50] = [b'{"text": "\xff"}'], [b"{", b'{"body": "x"}']

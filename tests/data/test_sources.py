@@ -13,7 +13,7 @@ import orjson
 import pytest
 import zstandard
 
-from megahead.data import sources as decompression
+from megahead.data import compression, sources
 from megahead.data.inspection import survey
 from megahead.data.records import LineSelection, Selection
 from megahead.data.sources import files_below, find_inputs, read_chunks, total_bytes
@@ -42,7 +42,8 @@ def pack(path: Path, ending: str) -> Path:
 def test_reads_every_document(
     json_lines: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, ending: str, block: int
 ) -> None:
-    monkeypatch.setattr(decompression, "BLOCK_BYTES", block)
+    for module in (compression, sources):
+        monkeypatch.setattr(module, "BLOCK_BYTES", block)
     path = pack(json_lines(TEXTS, key="body"), ending)
     assert read(path, "body") == TEXTS[:-1]  # the last is empty
     assert sum(chunk.disk_bytes for chunk in read_chunks(find_inputs([path]), Selection("body"))) == path.stat().st_size
@@ -97,7 +98,8 @@ def test_blank_lines_line_ends_and_byte_order_marks_are_no_text(tmp_path: Path) 
 def test_names_file_and_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: bytes, says: str, block: int
 ) -> None:
-    monkeypatch.setattr(decompression, "BLOCK_BYTES", block)
+    for module in (compression, sources):
+        monkeypatch.setattr(module, "BLOCK_BYTES", block)
     path = tmp_path / "text.jsonl"
     path.write_bytes(b'{"text": "fine"}\n\n' * 20 + line + b'\n{"text": "fine"}\n')
     with pytest.raises(DataError, match=rf"text\.jsonl:41` {says}"):
@@ -183,7 +185,8 @@ def test_tables_and_arrays_give_every_record(
     else:
         with path.open("w", newline="", encoding="utf-8-sig") as file:
             csv.writer(file, delimiter="\t" if kind == ".tsv" else ",").writerows([("body", "id"), *ROWS])
-    monkeypatch.setattr(decompression, "BLOCK_BYTES", block)
+    for module in (compression, sources):
+        monkeypatch.setattr(module, "BLOCK_BYTES", block)
     path = pack(path, packed)
     assert read(path, ("text", "body")) == [text for text, _ in ROWS]
     chunks = read_chunks(find_inputs([path]), Selection("body", keep=(("id", "b"),)))
@@ -214,8 +217,9 @@ def test_an_array_may_hold_strings_and_a_json_file_lines(tmp_path: Path) -> None
 def test_a_table_without_text_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, says: str
 ) -> None:
-    monkeypatch.setattr(decompression, "MAX_TEXT_BYTES", 200)
-    monkeypatch.setattr(decompression, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(sources, "MAX_TEXT_BYTES", 200)
+    for module in (compression, sources):
+        monkeypatch.setattr(module, "BLOCK_BYTES", 64)
     (tmp_path / "t.csv").write_bytes(content)
     with pytest.raises(DataError, match=says):
         read(tmp_path / "t.csv")
@@ -234,7 +238,7 @@ def test_a_path_of_other_bytes_than_utf_8_is_told(tmp_path: Path) -> None:
 
 
 def test_a_file_of_json_lines_is_not_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decompression, "MAX_TEXT_BYTES", 100)
+    monkeypatch.setattr(sources, "MAX_TEXT_BYTES", 100)
     (tmp_path / "lines.json").write_bytes(b'\xef\xbb\xbf\n{"text": "a"}\n{"text": "b"}\n' + b'{"text": "c"}\n' * 20)
     assert read(tmp_path / "lines.json") == ["a", "b", *"c" * 20]
     (tmp_path / "object.json").write_bytes(b'{\n"text":\n"a"}')

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from demo_pipeline.corpus import write_jsonl
 from experiments.measures import Row, aggregate_seeds
 from experiments.runner import GRIDS, ExperimentRunner, grid_points, select_names, training_overrides
-from megahead.data.sources import read_blocks
+from megahead.data.compression import read_blocks
 from megahead.evaluate.harness_tasks import read_articles
 from steps.once import output_lock
 
