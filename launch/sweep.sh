@@ -18,9 +18,10 @@ set -euo pipefail
 refuse() { echo "error: $1" >&2; exit 2; }
 
 config=$1
-lines=$(grep -vE '^(#|[[:space:]]*$)' "$2" || true)
+lines=$(tr -d '\r' <"$2" | grep -vE '^[[:space:]]*(#|$)' || true)
 read -r -a line <<<"$(sed -n "${SLURM_ARRAY_TASK_ID}p" <<<"$lines")"
 name=${line[0]:?line $SLURM_ARRAY_TASK_ID of $2 must hold a run, but is missing}
+[[ ! " ${line[*]}" =~ \ [\"\'] ]] || refuse "options of $2 must have no quotes around them, but are ${line[*]} instead; leave quotes and spaces out."
 times=$(awk '{print $1}' <<<"$lines" | grep -cxF -- "$name")
 [[ $times == 1 ]] || refuse "runs of $2 must have names of their own, but $name is there $times times; rename all but one."
 
@@ -37,4 +38,4 @@ if ! (set -o noclobber && claim) 2>/dev/null; then
     fi
     claim
 fi
-exec bash launch/slurm.sh "$run" "$config" --set name="$name" "${line[@]:1}"
+exec bash launch/slurm.sh "$run" "$config" --set name="'$name'" "${line[@]:1}"

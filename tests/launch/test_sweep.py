@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megahead.config.loading import load_config
+from megahead.config.run import RunConfig
 from support.commands import ROOT
 
 CONFIG = "configs/small-headless.yaml"
@@ -28,7 +29,8 @@ def sweep(
 ) -> subprocess.CompletedProcess[str]:
     """`queue`: the one task that squeue knows, and says to be running."""
     queued = f'[[ " $* " == *" {queue or None} "* ]] && echo RUNNING || {{ echo Invalid >&2; exit 1; }}'
-    for name, text in {"srun": f'echo "$@" > {folder}/given', "scontrol": "echo node", "squeue": queued}.items():
+    given = f"printf '%s\\n' \"$@\" > {folder}/given"
+    for name, text in {"srun": given, "scontrol": "echo node", "squeue": queued}.items():
         (folder / name).write_text(f"#!/bin/bash\n{text}\n")
         (folder / name).chmod(0o755)
     environment = {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "a", "SLURM_JOB_ID": "17"}
@@ -37,17 +39,42 @@ def sweep(
     return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
 
 
+def trained(folder: Path) -> RunConfig:
+    """What srun was given, whose output_dir is the name's."""
+    words = (folder / "given").read_text().splitlines()
+    config = load_config(ROOT / CONFIG, [word for before, word in pairwise(words) if before == "--set"])
+    assert str(config.folder()) == f"runs/{config.name}"
+    return config
+
+
 def test_each_task_trains_its_line(folder: Path) -> None:
     names = []
     for task in (1, 2, 3):
         done = sweep(folder, task)
         assert done.returncode == 0, done.stderr
-        words = (folder / "given").read_text().split()
-        overrides = [word for before, word in pairwise(words) if before == "--set"]
-        config = load_config(ROOT / CONFIG, overrides)
-        assert str(config.folder()) == f"runs/{config.name}"
+        config = trained(folder)
         names.append((config.name, config.optimizer.learning_rate))
     assert names == [("lr-5e-4", 5e-4), ("lr-1e-3", 1e-3), ("lr-1e-3-group", 1e-3)]
+
+
+@pytest.mark.parametrize("name", ["1e-3", "07", "off", "null", "2024-01-01"])
+def test_a_name_is_text_whatever_yaml_reads_in_it(folder: Path, name: str) -> None:
+    (folder / "names.txt").write_text(f"{name} --set seed=2\n")
+    assert sweep(folder, 1, lines="names.txt").returncode == 0
+    assert (trained(folder).name, trained(folder).seed) == (name, 2)
+
+
+def test_comments_may_be_indented_and_lines_end_as_on_windows(folder: Path) -> None:
+    (folder / "lines.txt").write_text("  # first\r\n\r\na --set seed=1\r\n\t#\r\n  b --set seed=2\r\n", newline="")
+    assert sweep(folder, 2, lines="lines.txt").returncode == 0
+    assert (trained(folder).name, trained(folder).seed) == ("b", 2)
+
+
+def test_quotes_around_options_are_refused(folder: Path) -> None:
+    (folder / "quoted.txt").write_text("a --set 'seed=2'\nb --set masking.strategy=\"uniform\"\n")
+    told = refused(sweep(folder, 1, lines="quoted.txt"), folder)
+    assert told.startswith("error: options of quoted.txt must have no quotes around them, but are a --set 'seed=2' ")
+    assert sweep(folder, 2, lines="quoted.txt").returncode == 0  # YAML's
 
 
 def test_a_task_without_a_line_is_reported(folder: Path) -> None:
