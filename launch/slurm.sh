@@ -27,6 +27,7 @@ export MASTER_ADDR
 export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
 export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # srun does not inherit it
+export LAUNCH_ID=$SLURM_JOB_ID                 # `--resume` DIR or never applies until this job has saved
 
 # Before the time limit Slurm signals the ranks, which save and exit 0.
 run=$1
@@ -36,7 +37,7 @@ before=$(newest)
 trap : TERM # for the ranks; this script goes on
 status=0
 rm -f "$run/ending.json"
-srun --kill-on-bad-exit=1 .venv/bin/python launch/pretrain.py --config "$@" --set output_dir="$run" || status=$?
+srun --kill-on-bad-exit=1 .venv/bin/python launch/pretrain.py --config "$@" --set output_dir="'$run'" || status=$?
 
 # RUN/ending.json exists only if the ranks saved and exited by themselves. A job is requeued if it was stopped, or died after
 # saving a checkpoint: one that fails before that, as by a wrong setting, would fail again.

@@ -5,8 +5,10 @@
 set -euo pipefail
 [[ $# -ge 1 ]] || { echo "usage: launch/supervised.sh configs/NAME.yaml [--set a.b=c ...]" >&2; exit 2; }
 
-# A wrong setting or a missing dataset ends here: torchrun would try it again and again.
+export LAUNCH_ID=${LAUNCH_ID:-$HOSTNAME-$$-$(date +%s)} # `--resume` DIR or never applies until this launch has saved
+
+# A wrong setting or a missing file ends here: torchrun would try it again and again.
 plan=$(.venv/bin/python launch/pretrain.py --config "$@" --world-size "${RANKS:-8}" --dry-run)
-! grep -E '^files +missing: .*\.(bin|idx)' <<<"$plan" >&2 || exit 2
+! grep -E '^files +missing: ' <<<"$plan" >&2 || exit 2
 exec .venv/bin/torchrun --nproc_per_node "${RANKS:-8}" --max-restarts "${RESTARTS:-10}" \
     launch/pretrain.py --config "$@"

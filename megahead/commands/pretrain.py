@@ -42,7 +42,7 @@ def run() -> None:
         raise FieldError("--stopped-code", "be from 0 to 255", got=arguments.stopped_code)
     config = load_config(arguments.config, arguments.set)
     if arguments.dry_run:
-        print(describe(config, arguments.world_size))
+        print(describe(config, arguments.world_size, arguments.resume))
         return
     split_cores(os.environ)
     from megahead.distributed.launch import read_launch
@@ -84,11 +84,16 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def describe(config: RunConfig, world_size: int) -> str:
-    """The resolved run and its missing files; UserError for a file that cannot be used."""
+def describe(config: RunConfig, world_size: int, resume: str = "auto") -> str:
+    """The resolved run and its missing files; UserError for a file that cannot be used, or a checkpoint of another
+    run."""
     from megahead.train.preflight import check_available_files, describe_assumed_device, describe_files, describe_run
 
     check_available_files(config)
-    plan = RunPlan.of(config, config.usable_ranks(world_size))
-    lines = [*describe_run(plan), describe_assumed_device(plan), describe_files(config)]
+    plan, resumes = RunPlan.of(config, config.usable_ranks(world_size)), False
+    if resume != "auto" or config.folder().checkpoints.is_dir():
+        from megahead.train.start import check_resumed_settings  # needs torch
+
+        resumes = check_resumed_settings(config, resume)
+    lines = [*describe_run(plan), describe_assumed_device(plan), describe_files(config, resumes=resumes)]
     return "\n".join(f"{name:<12}{value}" for name, value in lines)

@@ -1,5 +1,5 @@
 """torchrun for launch/elastic.sh, patched: an agent that itself fails (not one of its ranks) leaves the rendezvous
-open, and options that torchrun cannot use end in a sentence.
+open, ranks of all nodes get one LAUNCH_ID, and options that torchrun cannot use end in a sentence.
 
 torchrun (2.13) closes the rendezvous on such an error, permanently, and agents that join later exit at once. An agent
 fails this way when a node stops responding while the others start up and wait for it. The rendezvous is still closed
@@ -8,9 +8,12 @@ at the end of a run, and by a node that has used up its --max-restarts.
 
 from __future__ import annotations
 
+import os
+import secrets
 import sys
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous.api import RendezvousInfo
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.run import config_from_args, main, parse_args
@@ -32,9 +35,23 @@ def keep_rendezvous_open() -> None:
     DynamicRendezvousHandler.shutdown = shutdown  # type: ignore[method-assign]
 
 
+def share_launch_id() -> None:
+    """Patches torch's rendezvous handler in this process: after a rendezvous LAUNCH_ID is that of the first node."""
+    original = DynamicRendezvousHandler.next_rendezvous
+
+    def next_rendezvous(self: DynamicRendezvousHandler) -> RendezvousInfo:
+        result, own_id = original(self), os.environ.get("LAUNCH_ID") or secrets.token_hex(8)
+        key = f"megahead/launch of {self.settings.run_id}"  # in the store of all nodes, which outlives them
+        os.environ["LAUNCH_ID"] = self._store.compare_set(key, "", own_id).decode()
+        return result
+
+    DynamicRendezvousHandler.next_rendezvous = next_rendezvous  # type: ignore[method-assign]
+
+
 def run_agent() -> None:
     """torchrun of the command line. UserError for options that it cannot use."""
     keep_rendezvous_open()
+    share_launch_id()
     options = parse_args(None)
     try:
         config_from_args(options)

@@ -69,6 +69,13 @@ class Launch:
     uses_agent_store: bool = False
     """Whether the launcher (torchrun by default) reuses one store, at one address, for every restart."""
 
+    has_launcher: bool = False
+    """Whether a launcher started this process. It kills ranks seconds after a signal (torchrun, deepspeed, scancel: 30
+    s; launch/slurm.sh before the time limit: 120 s)."""
+
+    launch_id: str = ""
+    """LAUNCH_ID, the same in all restarts by one launcher; scripts in launch/ set it."""
+
     slurm_tasks: int = 0
     """Tasks of the Slurm job (SLURM_NTASKS) if this process is its shell or batch script, not started by srun."""
 
@@ -86,23 +93,22 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
     names = _OPEN_MPI if _OPEN_MPI["WORLD_SIZE"] in environment else _SLURM if _is_slurm_task(environment) else {}
     rank, size, local_rank = (name if name in environment else names.get(name, name) for name in _SLURM)
     values = {name: environment.get(name, "") for name in (rank, size, local_rank, "MASTER_ADDR", "MASTER_PORT")}
+    fields = _restart_fields(environment)
     if not values[size] and values[rank]:
         raise UserError(_missing_message(size, f"{rank} is {values[rank]}"))
     if not values[size]:
-        return Launch(**_torchrun_fields(environment), slurm_tasks=_read_int(environment, "SLURM_NTASKS"))
+        return Launch(**fields, slurm_tasks=_read_int(environment, "SLURM_NTASKS"))
+    if rank in names.values():
+        _require_all_tasks(size, values[size], names["WORLD_SIZE"], environment)
     if values[size] == "1":
-        return Launch(**_torchrun_fields(environment))
+        return Launch(**fields, has_launcher=True)
     if local_rank == "SLURM_LOCALID" and "," not in environment.get("CUDA_VISIBLE_DEVICES", ","):
         values[local_rank] = "0"  # srun gave this task one GPU of its own (--gpus-per-task, --gpu-bind)
     _validate(values, size)
-    tasks = environment.get(_SLURM["WORLD_SIZE"], values[size])
-    if rank == "SLURM_PROCID" and tasks != values[size]:
-        rule = f"be SLURM_STEP_NUM_TASKS ({tasks}) where srun starts the ranks"
-        raise UserError(f"`{size}` must {rule}, but is {values[size]} instead; leave it out.")
     if int(values[rank]) >= int(values[size]):
         raise UserError(f"`{rank}` must be below {size} ({values[size]}), but is {values[rank]} instead.")
     ranks = int(values[rank]), int(values[size]), int(values[local_rank])
-    return Launch(*ranks, values["MASTER_ADDR"], int(values["MASTER_PORT"]), **_torchrun_fields(environment))
+    return Launch(*ranks, values["MASTER_ADDR"], int(values["MASTER_PORT"]), **fields, has_launcher=True)
 
 
 def _is_slurm_task(environment: Mapping[str, str]) -> bool:
@@ -113,6 +119,14 @@ def _is_slurm_task(environment: Mapping[str, str]) -> bool:
         bool({"SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"} & environment.keys())
         or environment.get("SLURM_PROCID", "0") != "0"
     )
+
+
+def _require_all_tasks(size: str, value: str, tasks_name: str, environment: Mapping[str, str]) -> None:
+    """UserError if `value`, that of the variable `size`, is not srun's or mpirun's number of tasks."""
+    tasks, launcher = environment.get(tasks_name, value), "mpirun" if tasks_name.startswith("OMPI") else "srun"
+    if value != tasks:
+        rule = f"be {tasks_name} ({tasks}) where {launcher} starts the ranks"
+        raise UserError(f"`{size}` must {rule}, but is {value} instead; leave it out.")
 
 
 def _validate(values: Mapping[str, str], size: str) -> None:
@@ -133,15 +147,16 @@ def _read_int(environment: Mapping[str, str], name: str) -> int:
     return int(value) if value.isdecimal() else 0
 
 
-def _torchrun_fields(environment: Mapping[str, str]) -> dict[str, Any]:
-    """The fields of a Launch from torchrun's own variables. It counts restarts for each node alone; the count is used
-    only where its store outlives them."""
+def _restart_fields(environment: Mapping[str, str]) -> dict[str, Any]:
+    """The fields of a Launch from LAUNCH_ID and torchrun's own variables. torchrun counts restarts for each node alone;
+    the count is used only where its store outlives them."""
     uses_agent_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return {
         "attempt": _read_int(environment, "TORCHELASTIC_RESTART_COUNT") if uses_agent_store else 0,
         "ranks_per_node": _read_int(environment, "LOCAL_WORLD_SIZE"),
         "restarts_ranks": _read_int(environment, "TORCHELASTIC_MAX_RESTARTS") > 0,
         "uses_agent_store": uses_agent_store,
+        "launch_id": environment.get("LAUNCH_ID", ""),
     }
 
 

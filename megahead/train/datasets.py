@@ -186,6 +186,9 @@ output. (`objective.group_samples` may change, but the value of the first sessio
 
 
 TOKENIZER = "data.tokenizer"
+FINGERPRINTED = ("data.train", TOKENIZER, "data.id_weights")
+"""Settings that name files; runs are compared by the files' content."""
+
 _HASH = re.compile(r"\b([0-9a-f]{8})[0-9a-f]{56}\b")
 
 

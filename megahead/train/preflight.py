@@ -189,9 +189,9 @@ _SINGLE_ROLE_TOKENS = ("[MASK]", "<mask>", "[CLS]", "[SEP]", "[PAD]", "<pad>", "
 """Special tokens with one role; in some models `<s>` or `<eos>` both begins and ends a text."""
 
 
-def describe_files(config: RunConfig) -> tuple[str, str]:
-    """The (name, value) line about missing files of a run."""
-    paths = [path for _, path in _setting_paths(config)]
+def describe_files(config: RunConfig, *, resumes: bool = False) -> tuple[str, str]:
+    """The (name, value) line about missing files of a run; one that `resumes` does not read those of `init`."""
+    paths = [path for field, path in _setting_paths(config) if not (resumes and field.startswith("init."))]
     remote = [path for path in paths if is_remote(path)]
     missing = [path for path in paths if path not in remote and not Path(path).exists()]
     unchecked = f"; {len(remote)} in remote stores, not checked" if remote else ""

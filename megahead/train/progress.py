@@ -278,6 +278,9 @@ class Progress:
     world_group: Group
     """All ranks, for CPU tensors."""
 
+    launch_id: str = ""
+    """`Launch.launch_id`; saved as `launch` in a checkpoint."""
+
     def capture(self, group: Group, *, copied: bool) -> CapturedCheckpoint:
         """Captures the state after the last step; each rank of `group` writes a part. `copied`: copy the tensors, so
         that training may continue before they are written."""
@@ -286,6 +289,7 @@ class Progress:
         snapshot = Snapshot.take(tensors, group, copied=copied)
         counters = self.state.counters() | {"optimizer_steps": self.engine.optimizer_steps}
         counters |= {"scale": self.engine.loss_scale.state(), "phase_began": self.phase.steps.start}
+        counters |= {"launch": self.launch_id} if self.launch_id else {}
         settings = self.phase.config.model_dump(mode="json")
         ancestry = self.history.ancestry
         header = Header(name, self.state.step, counters, settings, ancestry.ancestors, ancestry.orphaned)

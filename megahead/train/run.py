@@ -51,7 +51,7 @@ from megahead.train.preflight import describe_launches, describe_phases, describ
 from megahead.train.progress import Progress, TrainingState
 from megahead.train.saving import Checkpointer
 from megahead.train.session import Session, hand_over_replicas, remove_replicas, require_shared_folder
-from megahead.train.start import ResumePoint, starting_weights
+from megahead.train.start import ResumePoint, has_saved, starting_weights
 from megahead.train.step import StepMetrics, Utilization, device_name
 from megahead.wording import format_gib, format_numbers, format_range, pluralize, print_line
 
@@ -121,7 +121,7 @@ def wait_for_end(config: RunConfig, launch: Launch, resume: str) -> Run:
     """For a spare rank: waits until the training ranks end, unless the run has ended already, and returns the run's
     result without its perplexity. LostRankError if they fail."""
     num_training, batch, folder = launch.world_size, config.batch, config.folder()
-    if resume == "auto" and _has_finished(config):
+    if (resume == "auto" or has_saved(launch.launch_id, folder)) and _has_finished(config):
         print_line(f"rank {launch.rank} need not wait: the run in {folder} has finished")
         remove_replicas(config)
         return _result_of(folder)
@@ -350,7 +350,8 @@ def _train_phase(session: Session, start: ResumePoint) -> tuple[Ending, Training
     weights = starting_weights(config, session.world_group, start.checkpoint)
     engine, lines = build_engine(plan, session.mesh, session.device, weights)
     history = session.history_from(start)
-    progress = Progress(phase, engine, state, history, session.data_group, session.world_group)
+    groups, launch_id = (session.data_group, session.world_group), session.launch.launch_id
+    progress = Progress(phase, engine, state, history, *groups, launch_id)
     if start.checkpoint is not None:
         progress.resume_from(start.checkpoint)
     _set_sampling_bias(config, state, engine, session.device)

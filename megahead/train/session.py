@@ -40,7 +40,7 @@ from megahead.train.faults import Ending, StopRequest
 from megahead.train.log import RunLogger
 from megahead.train.progress import RunHistory, TrainingState
 from megahead.train.saving import Lease, new_session_id
-from megahead.train.start import ResumePoint, find_resume_point
+from megahead.train.start import ResumePoint, find_resume_point, has_saved
 from megahead.wording import pluralize, print_line
 
 
@@ -77,6 +77,8 @@ class Session:
         """Yields the resume point of each phase: the first by `resume`, then the last checkpoint of the previous phase.
         Each `next` is collective."""
         folder, url = self.plan.config.folder(), self.plan.config.training.remote_checkpoints
+        is_restart = partial(has_saved, self.launch.launch_id, folder)
+        resume = "auto" if run_on_first_rank(self.world_group, is_restart) else resume
         if is_remote(resume):
             self._error_callbacks.callback(self._remove_fetched)
         if url is not None:
@@ -196,7 +198,7 @@ class Session:
 
     def end(self, ending: Ending, state: TrainingState) -> None:
         """Finishes uploads and the log, writes `ending.json` for scripts that restart runs, and releases resources."""
-        deadline = upload_deadline(ending, self.stop, self.launch.restarts_ranks)
+        deadline = upload_deadline(ending, self.stop, self.launch.has_launcher)
         for event in self._finish_uploads(deadline):
             self.logger.log_event(event.record, event.fields, state, event.message)
         self.logger.close(ending, state)
@@ -220,8 +222,8 @@ class Session:
 
 
 SECONDS_AFTER_SIGNAL = 20.0
-"""How long a session may wait for its uploads after torchrun's agent asked it to stop: the agent kills ranks after
-30 s. The next session uploads the rest."""
+"""How long a session may wait for its uploads after a signal from a launcher, which kills ranks after 30 s or more. The
+next session uploads the rest."""
 
 
 def resolve_resume(resume: str, config: RunConfig, datasets: RunDatasets, world_group: Group) -> str:
@@ -258,11 +260,9 @@ def _close_unless_ranks_are_lost(replicas: ReplicaWriter, _: object, error: Base
         replicas.close(timeout=0)
 
 
-def upload_deadline(ending: Ending, stop: StopRequest, restarts_ranks: bool) -> float:
-    """Time on the monotonic clock until which a session that ends may wait for its uploads.
-
-    `restarts_ranks`: the launcher restarts ranks, and kills ranks seconds after asking them to stop."""
-    if ending != "stopped" or not restarts_ranks:
+def upload_deadline(ending: Ending, stop: StopRequest, has_launcher: bool) -> float:
+    """Time on the monotonic clock until which a session that ends may wait for its uploads."""
+    if ending != "stopped" or not has_launcher:
         return inf
     return (stop.received_at or time.monotonic()) + SECONDS_AFTER_SIGNAL
 

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megahead.checkpoints.disk import orphaned_folders
-from megahead.checkpoints.format import run_on_all_ranks, run_on_first_rank
+from megahead.checkpoints.disk import find_checkpoint, orphaned_folders
+from megahead.checkpoints.format import Manifest, run_on_all_ranks, run_on_first_rank
 from megahead.checkpoints.reading import (
     Checkpoint,
     RecoveryResult,
     find_on_first_rank,
     newest_valid,
+    open_checkpoint,
     open_verified,
 )
 from megahead.checkpoints.transfer import fetch_checkpoint
@@ -35,7 +36,7 @@ from megahead.objectives.pretraining import TEMPERATURE, initial_weights, weight
 from megahead.optim import learning_rate_ratio
 from megahead.remote_files import is_remote
 from megahead.run_folder import RunFolder
-from megahead.train.datasets import is_from_another_phase
+from megahead.train.datasets import FINGERPRINTED, is_from_another_phase, require_same_run
 from megahead.wording import pluralize
 
 
@@ -98,6 +99,30 @@ class ResumePoint:
     def is_from(self, source: str) -> bool:
         """Whether the checkpoint was recovered from `source`: "memory", or "mirror" (the remote store)."""
         return any(result.source == source and result.checkpoint is self.checkpoint for result in self.recovered)
+
+
+def has_saved(launch_id: str, folder: RunFolder) -> bool:
+    """Whether the launch `launch_id` has saved the newest checkpoint in `folder`. A restart then resumes by `auto`:
+    launchers repeat the arguments of the first start."""
+    newest = find_checkpoint(folder.path) if launch_id else None
+    return newest is not None and Manifest.read(newest).state.get("launch") == launch_id
+
+
+def check_resumed_settings(config: RunConfig, resume: str) -> bool:
+    """For a dry run: whether the checkpoint of `--resume auto` or DIR is on this machine. CheckpointError if it was
+    saved with other settings; the content of data is not compared."""
+    if resume == "never" or is_remote(resume):
+        return False
+    path = find_checkpoint(config.folder().path if resume == "auto" else Path(resume))
+    if path is None:
+        return False
+    checkpoint = open_checkpoint(path)
+    if config.engine.precision == "auto":  # a run decides by its device
+        engine = config.engine.model_copy(update={"precision": checkpoint.run_config().engine.precision})
+        config = config.model_copy(update={"engine": engine})
+    unknown = dict.fromkeys(FINGERPRINTED)
+    require_same_run(checkpoint, config, checkpoint.state_value("texts", dict, default=unknown))
+    return True
 
 
 def find_resume_point(

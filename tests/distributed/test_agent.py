@@ -14,7 +14,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
-from megahead.distributed.agent import keep_rendezvous_open, run_agent
+from megahead.distributed.agent import keep_rendezvous_open, run_agent, share_launch_id
 from megahead.errors import UserError
 from support.forked import forked
 
@@ -79,6 +79,24 @@ def test_a_run_that_is_over_or_fails_again_and_again_is_closed(
 ) -> None:
     assert forked(agent, meeting[0], rank) == ending
     assert forked(agent, meeting[0], one) == RendezvousClosedError.__name__
+
+
+def launch_id() -> str:
+    return os.environ["LAUNCH_ID"]
+
+
+def sharing_agent(place: str, error: Exception | None = None) -> tuple[str, str]:
+    """The agent's launch, and how it ends."""
+    share_launch_id()
+    ending = agent(place, launch_id, error)
+    return launch_id(), ending
+
+
+def test_a_node_that_comes_later_belongs_to_the_launch_of_the_first(meeting: tuple[str, object]) -> None:
+    """Its ranks must not begin again at the checkpoint that its command names."""
+    lost = distributed.DistStoreError("wait timeout after 60000ms")  # type: ignore[attr-defined]
+    first, _ = forked(sharing_agent, meeting[0], lost)
+    assert forked(sharing_agent, meeting[0]) == (first, f"{{0: '{first}'}}")
 
 
 def said_of(options: list[str]) -> str:

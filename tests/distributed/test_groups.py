@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -119,27 +121,35 @@ def test_a_mesh_that_does_not_fit() -> None:
         Mesh.build(Group(0, 4), tensor_size=3)
 
 
+def launched(*ranks: Any) -> Launch:
+    return Launch(*ranks, has_launcher=True)
+
+
 def test_launchers_are_understood() -> None:
+    assert read_launch({"LAUNCH_ID": "7"}) == Launch(launch_id="7")
     assert read_launch({}) == Launch()
     torchrun = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "1234"}
-    assert read_launch(torchrun) == Launch(3, 4, 1, "node0", 1234)
+    assert read_launch(torchrun) == launched(3, 4, 1, "node0", 1234)
     slurm = srun_task() | {"MASTER_ADDR": "n", "MASTER_PORT": "1"}
-    assert read_launch(slurm) == Launch(3, 4, 1, "n", 1)
-    assert read_launch(slurm | {"CUDA_VISIBLE_DEVICES": "0,1"}) == Launch(3, 4, 1, "n", 1)
-    assert read_launch(slurm | {"CUDA_VISIBLE_DEVICES": "1"}) == Launch(3, 4, 0, "n", 1)  # --gpus-per-task
+    assert read_launch(slurm) == launched(3, 4, 1, "n", 1)
+    assert read_launch(slurm | {"CUDA_VISIBLE_DEVICES": "0,1"}) == launched(3, 4, 1, "n", 1)
+    assert read_launch(slurm | {"CUDA_VISIBLE_DEVICES": "1"}) == launched(3, 4, 0, "n", 1)  # --gpus-per-task
 
 
 def test_a_process_of_mpirun_has_its_rank_from_open_mpi_unless_a_launcher_in_it_sets_another() -> None:
     mpi = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
     place = {"MASTER_ADDR": "n", "MASTER_PORT": "1"}
-    assert read_launch(mpi | place) == Launch(3, 4, 1, "n", 1)
+    assert read_launch(mpi | place) == launched(3, 4, 1, "n", 1)
     daemon = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
-    assert read_launch(mpi | daemon | place) == Launch(3, 4, 1, "n", 1)  # in a job of Slurm, on another node
+    assert read_launch(mpi | daemon | place) == launched(3, 4, 1, "n", 1)  # in a job of Slurm, on another node
     torchrun = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "2"}
-    assert read_launch(mpi | torchrun | place) == Launch(5, 8, 2, "n", 1)
-    assert read_launch(mpi | {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}) == Launch()
+    assert read_launch(mpi | torchrun | place) == launched(5, 8, 2, "n", 1)
+    assert read_launch(mpi | {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}) == launched()
     with pytest.raises(UserError, match="`MASTER_ADDR` must be set in the environment when OMPI_COMM_WORLD_SIZE is 4"):
         read_launch(mpi)
+    for size in ("1", "8"):
+        with pytest.raises(UserError, match=r"must be OMPI_COMM_WORLD_SIZE \(4\) where mpirun starts the ranks"):
+            read_launch(mpi | place | {"WORLD_SIZE": size})
 
 
 def srun_task(rank: str = "3") -> dict[str, str]:
@@ -168,7 +178,7 @@ def test_a_task_that_lacks_its_number_of_tasks_is_refused_on_all_ranks() -> None
 def test_a_slurm_job_runs_one_process_where_srun_does_not_start_more(shell: dict[str, str]) -> None:
     for change in ({}, {"MASTER_ADDR": "n", "MASTER_PORT": "1"}):
         assert read_launch(shell | change) == Launch(slurm_tasks=4)
-    assert read_launch(srun_task("0") | {"SLURM_STEP_NUM_TASKS": "1"}) == Launch()  # srun -n 1 in a larger job
+    assert read_launch(srun_task("0") | {"SLURM_STEP_NUM_TASKS": "1"}) == launched()  # srun -n 1 in a larger job
 
 
 @pytest.mark.parametrize(
@@ -179,6 +189,7 @@ def test_a_slurm_job_runs_one_process_where_srun_does_not_start_more(shell: dict
         ({"SLURM_PROCID": ""}, "`SLURM_PROCID` must be set in the environment when SLURM_STEP_NUM_TASKS is 4, but is"),
         ({"SLURM_PROCID": "4", "MASTER_ADDR": "n", "MASTER_PORT": "1"}, "`SLURM_PROCID` must be below SLURM_STEP_NUM"),
         ({"WORLD_SIZE": "8", "MASTER_ADDR": "n", "MASTER_PORT": "1"}, "`WORLD_SIZE` must be SLURM_STEP_NUM_TASKS (4) "),
+        ({"WORLD_SIZE": "1"}, "`WORLD_SIZE` must be SLURM_STEP_NUM_TASKS (4) where srun starts the ranks, but is 1"),
     ],
 )
 def test_what_srun_left_inconsistent_is_named_by_slurms_variable(change: dict[str, str], sentence: str) -> None:

@@ -86,6 +86,7 @@ def test_a_node_of_an_elastic_run_trains_with_the_ranks_that_its_batch_can_use(
     [
         ("model.hiden_size=3", "`model.hiden_size` is not a setting; did you mean `model.hidden_size`?"),
         ("data.train=nowhere/text", "files       missing: nowhere/text.bin, nowhere/text.idx"),
+        ("data.tokenizer=nowhere.json", "files       missing: nowhere.json"),
     ],
 )
 def test_a_mistake_that_each_start_would_repeat_is_told_before_torchrun(
@@ -98,6 +99,14 @@ def test_a_mistake_that_each_start_would_repeat_is_told_before_torchrun(
     done = subprocess.run(call, capture_output=True, text=True, cwd=ROOT, env={**os.environ, "RANKS": "2"}, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.strip().splitlines()[-1].strip() == told
+
+
+def test_all_restarts_of_supervised_ranks_are_one_launch_and_two_calls_are_two() -> None:
+    command = (ROOT / "launch/supervised.sh").read_text().replace(".venv/bin/python", "true")
+    call = ["bash", "-c", command.replace("exec .venv/bin/torchrun", "echo $LAUNCH_ID:"), "supervised", "run.yaml"]
+    told = [subprocess.check_output(call, text=True).partition(":")[0] for _ in range(2)]
+    assert all(told)
+    assert told[0] != told[1]
 
 
 @pytest.mark.parametrize(
@@ -122,7 +131,7 @@ def test_slurm_queues_again_what_the_time_limit_stopped_or_what_died_on_its_way(
     mark = f"""printf '{{"ending": "{ending}", "step": 3, "steps": 6}}' > {run}/ending.json""" if ending else "exit 1"
     save = f"echo step-00000003 > {run}/checkpoints/latest" if saved else ""
     commands = {
-        "srun": f'echo "$@" > {tmp_path}/given\n{save}\n{mark}',
+        "srun": f'echo "$LAUNCH_ID $@" > {tmp_path}/given\n{save}\n{mark}',
         "scontrol": f'echo "$@" >> {tmp_path}/asked',
         "squeue": f'echo "$@" >> {tmp_path}/asked; echo {state}',
     }
@@ -135,7 +144,8 @@ def test_slurm_queues_again_what_the_time_limit_stopped_or_what_died_on_its_way(
     command = ["bash", ROOT / "launch/slurm.sh", run, "configs/x.yaml", "--set", "seed=2"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == (0 if ending else 1), done.stderr
-    assert f"--config configs/x.yaml --set seed=2 --set output_dir={run}" in (tmp_path / "given").read_text()
+    assert f"--config configs/x.yaml --set seed=2 --set output_dir='{run}'" in (tmp_path / "given").read_text()
+    assert (tmp_path / "given").read_text().startswith("17 ")
     asked = (tmp_path / "asked").read_text()
     assert ("requeue" in asked) is requeued
     assert (f"requeue {'15_3' if task else '17'}\n" in asked) is requeued

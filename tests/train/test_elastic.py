@@ -66,7 +66,7 @@ def test_without_elastic_all_ranks_train_or_none(tmp_path: Path) -> None:
 
 def test_torchrun_says_whether_it_starts_ranks_again(tmp_path: Path) -> None:
     launch = read_launch(TORCHRUN)
-    assert launch == Launch(1, 3, 0, "node0", 1234, ranks_per_node=1, restarts_ranks=True)
+    assert launch == Launch(1, 3, 0, "node0", 1234, ranks_per_node=1, restarts_ranks=True, has_launcher=True)
     used = elastic_launch(small_config(tmp_path, ELASTIC), launch)
     assert (used.world_size, used.spare_ranks) == (2, 1)
     plan = RunPlan.of(small_config(tmp_path, ELASTIC), 2)

@@ -29,8 +29,8 @@ def test_a_session_that_will_be_killed_waits_some_seconds_from_its_signal() -> N
         os.kill(os.getpid(), signal.SIGUSR1)
         assert before + SECONDS_AFTER_SIGNAL <= upload_deadline("stopped", stop, True) <= after + SECONDS_AFTER_SIGNAL
     assert (
-        upload_deadline("stopped", stop, restarts_ranks=False)
-        == upload_deadline("finished", stop, restarts_ranks=True)
+        upload_deadline("stopped", stop, has_launcher=False)
+        == upload_deadline("finished", stop, has_launcher=True)
         == math.inf
     )
 
@@ -52,7 +52,7 @@ def stopped_with_mirror(group: Group, folder: Path) -> tuple[str, list[float]]:
     Engine.step = step  # type: ignore[method-assign, assignment]
     Uploader.wait_until_done = noted  # type: ignore[method-assign]
     config = small_config(folder, {"training.remote_checkpoints": f"file://{folder}/store"})
-    return pretrain(config, Launch(restarts_ranks=True)).ending, waited
+    return pretrain(config, Launch(has_launcher=True)).ending, waited
 
 
 def test_it_waits_twice_but_no_longer(tmp_path: Path) -> None:

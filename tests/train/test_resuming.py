@@ -14,11 +14,12 @@ import pytest
 from megahead.checkpoints import reading
 from megahead.checkpoints.format import FileEntry
 from megahead.checkpoints.reading import open_checkpoint
+from megahead.commands.pretrain import describe
 from megahead.config.run import RunConfig
 from megahead.data.train_tokenizer import train_wordpiece
 from megahead.distributed.group import Group
 from megahead.distributed.launch import Launch
-from megahead.errors import ConfigErrors, UserError
+from megahead.errors import CheckpointError, ConfigErrors, UserError
 from megahead.report.read import read_metrics
 from megahead.train.run import pretrain
 from support.named import folder_of, orphaned_steps, steps_of_history, without_digits
@@ -187,6 +188,52 @@ def test_an_older_checkpoint_that_is_named_begins_another_history(
     assert on_ranks(2, run, small_config(tmp_path, undisturbed), str(abandoned)) == ["finished"] * 2
     assert same_tensors(tmp_path / "run", tmp_path / "undisturbed")
     assert both(tmp_path) == ([8, 9], [5, 6])
+
+
+def test_a_dry_run_refuses_settings_that_the_checkpoint_does_not_have(begun: Path) -> None:
+    changed = small_config(begun, {"optimizer.learning_rate": 1e-3})
+    for resume in ("auto", str(begun / "run/checkpoints/3")):
+        with pytest.raises(CheckpointError, match=r"differs in optimizer.learning_rate \(was 0.003, is 0.001\);"):
+            describe(changed, 2, resume)
+    assert "all 4 exist" in describe(changed, 2, "never")  # which is refused when it starts
+
+
+def test_a_dry_run_of_a_run_that_resumes_needs_nothing_that_init_names(begun: Path) -> None:
+    gone = {"init": {"from_checkpoint": str(begun / "gone"), "mode": "continue"}, "resume.allow": ["init"]}
+    config = small_config(begun, gone | {"engine.precision": "auto", "training.steps": 7})
+    assert "files       all 4 exist" in describe(config, 2)
+    elsewhere = config.model_copy(update={"output_dir": str(begun / "new")})
+    assert f"files       missing: {begun}/gone" in describe(elsewhere, 2)
+
+
+def run_in_launch(group: Group, config: RunConfig, launch_id: str, resume: str) -> tuple[str, str]:
+    """How the session ends, and where it began."""
+    ending = pretrain(config, Launch(launch_id=launch_id), resume).ending
+    event = next(event for event in reversed(read_metrics(config.folder().path).events) if "session" in event)
+    return ending, without_digits(str(event["session"]["resumed"]))
+
+
+def test_a_launcher_that_restarts_ranks_begins_only_once_where_its_arguments_say(begun: Path) -> None:
+    older = str(folder_of(begun / "run", 3))
+    shorter, longer = small_config(begun, {"training.steps": 5}), small_config(begun, {"training.steps": 7})
+    for launch_id, config, resumed in [
+        ("a", shorter, "step-00000003"),
+        ("a", longer, "step-00000005"),  # a restart
+        ("a", longer, "step-00000007"),
+        ("b", shorter, "step-00000003"),  # by hand
+        ("", longer, "step-00000003"),  # as always without a launcher that restarts
+        ("b", longer, "step-00000003"),  # a restart before its first save: another launch saved the newest
+    ]:
+        assert on_ranks(1, run_in_launch, config, launch_id, older) == [("finished", resumed)]
+
+
+def test_a_launch_that_may_not_resume_resumes_its_own_checkpoints(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    config, longer = small_config(tmp_path), small_config(tmp_path, {"training.steps": 7})
+    assert on_ranks(1, run_in_launch, config, "a", "never") == [("finished", "None")]
+    assert on_ranks(1, run_in_launch, longer, "a", "never") == [("finished", "step-00000006")]
+    (sentence,) = on_ranks(1, run, longer, "never")
+    assert "needs an output folder without checkpoints" in sentence
 
 
 def test_training_past_a_damaged_checkpoint_does_not_count_it(begun: Path) -> None:
