@@ -223,6 +223,8 @@ def deepspeed_config(run: RunConfig, data_ranks: int, device: str = "cpu") -> di
         "data_types": {"grad_accum_dtype": "fp32"},
     }
     _require_agreement("", content, derived | {"gradient_allreduce_op": "mean"}, "the run")
+    if stage == 3:  # DeepSpeed 0.19 does not multiply a factor back that is the number of data ranks
+        _require_agreement("", content, {"gradient_predivide_factor": 1.0}, "ZeRO stage 3")
     zero = _section(content, "zero_optimization")
     _require_agreement("['zero_optimization']", zero, {"compute_grad_norm": True}, "the run")
     for name, required in _precision_sections(run.engine.precision, stage).items():

@@ -57,6 +57,7 @@ ENGINE: tuple[tuple[dict[str, Any], int, str], ...] = (
     ({"engine.deepspeed": {"checkpoint": {"load_universal": True}}}, 1, "`engine.deepspeed['checkpoint']` must be left out (runs save and resume checkpoints of their own, `training.checkpoint_every`), but is {'load_universal': True} instead."),
     ({"engine.deepspeed": {"pipeline": {"stages": 2}}}, 1, "`engine.deepspeed['pipeline']` must be left out (`parallel` splits the model, and no model here has experts or stages of a pipeline), but is {'stages': 2} instead."),
     ({"engine.deepspeed": {"gradient_allreduce_op": "sum"}}, 1, "`engine.deepspeed['gradient_allreduce_op']` must be left out or agree with the run (mean), but is sum instead; remove it there."),
+    ({"engine.deepspeed": {"zero_optimization": {"stage": 3, "reduce_scatter": False}, "gradient_predivide_factor": 2.0}}, 1, "`engine.deepspeed['gradient_predivide_factor']` must be left out or agree with ZeRO stage 3 (1.0), but is 2.0 instead; remove it there."),
     ({"engine.deepspeed": {"zero_optimization": {"stage": 4}}}, 1, "`engine.deepspeed.zero_optimization.stage` must be 0, 1, 2 or 3, but is 4 instead."),
     ({"engine.deepspeed": {"gradient_clipping": 0.5}}, 1, "`engine.deepspeed['gradient_clipping']` must be left out or agree with the run (1.0), but is 0.5 instead; remove it there."),
     ({"engine.deepspeed": {"wandb": {}}}, 1, "`engine.deepspeed['wandb']` must be left out (runs log into their own folder), but is {} instead."),
