@@ -167,8 +167,9 @@ class MaskingConfig(Settings):
         smallest = min(self.special_tokens, default=0)
         require(smallest >= 0, "masking.special_tokens", "name ids of at least 0", got=smallest)
         self._check_padding(model, data)
-        differs, length = data.end_token != self.mask_token, data.sequence_length
-        require(differs, "masking.mask_token", "differ from data.end_token", got=self.mask_token)
+        length = data.sequence_length
+        for name, token in {"mask_token": self.mask_token, "cls_token": self.cls_token}.items():
+            require(token != data.end_token, f"masking.{name}", "differ from data.end_token", got=token)
         require(data.order != "stored", "data.order", "be `shuffled` for an encoder", got="`stored`")
         require(length >= 4, "data.sequence_length", "have room for text between [CLS] and [SEP]", got=length)
         rule = f"be at least data.prefetch ({data.prefetch}), the steps that are masked ahead"

@@ -178,6 +178,10 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         "`masking.mask_token` must differ from data.end_token, but is 2 instead.",
     ),
     (
+        BERT | {"masking": MASKS | {"cls_token": 2, "sep_token": 4}},
+        "`masking.cls_token` must differ from data.end_token, but is 2 instead.",
+    ),
+    (
         BERT | {"masking": MASKS | {"mask_share": 0.95}},
         "`masking.random_share` must leave the sum with mask_share (0.95) at most 1, but is 0.1 instead.",
     ),
