@@ -53,10 +53,10 @@ def sharding_conflict(config: RunConfig) -> ShardingConflict | None:
         return ShardingConflict(reason, ConfigError("engine.embedding", rule, got="`rows`"))
     if (decay := _decay_error(config.optimizer)) is not None:
         return ShardingConflict("weight decay exceeds the weights", decay)
-    if table.rule != "adagrad" and b1 > 0.98 * sqrt(b2):
-        rule = "have a first of at most 0.98 times the root of the second with engine.embedding: rows"
+    if table.rule != "adagrad" and b1 > min(b2, 0.98 * sqrt(b2)):
+        rule = "have a first of at most the second, and 0.98 times its root, with engine.embedding: rows"
         error = ConfigError("optimizer.betas", rule, got=[b1, b2], hint="or set optimizer.table.rule=adagrad")
-        return ShardingConflict("optimizer.betas are too near", error)
+        return ShardingConflict("the first of optimizer.betas is too large", error)
     return None
 
 

@@ -33,7 +33,7 @@ MANY = {"model.vocab_size": 65536}
         (MANY | {"objective.name": "vanilla"}, False, "dense, because the softmax covers all ids"),
         (MANY | {"objective.vanilla_weight": 0.5}, False, "dense, because the softmax covers all ids"),
         (MANY | {"objective.candidates": "own"}, False, "dense, because candidates have their own table"),
-        (MANY | {"optimizer.betas": [0.9, 0.8]}, False, "dense, because optimizer.betas are too near"),
+        (MANY | {"optimizer.betas": [0.9, 0.8]}, False, "dense, because the first of optimizer.betas is too large"),
         (MANY | {"optimizer.learning_rate": 20.0}, False, "dense, because weight decay exceeds the weights"),
     ],
     ids=str,

@@ -329,8 +329,8 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         "`engine.embedding` must be `dense` with a softmax over the vocabulary, which updates each row at each step, but is `rows` instead.",
     ),
     (
-        {"optimizer.betas": [0.95, 0.9], "engine.embedding": "rows"},
-        "`optimizer.betas` must have a first of at most 0.98 times the root of the second with engine.embedding: rows, but is [0.95, 0.9] instead; or set optimizer.table.rule=adagrad.",
+        {"optimizer.betas": [0.5, 0.3], "engine.embedding": "rows"},
+        "`optimizer.betas` must have a first of at most the second, and 0.98 times its root, with engine.embedding: rows, but is [0.5, 0.3] instead; or set optimizer.table.rule=adagrad.",
     ),
     (
         {"optimizer.table.learning_rate_ratio": 1e6, "engine.embedding": "rows"},

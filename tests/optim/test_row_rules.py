@@ -111,6 +111,7 @@ def trained(rule: str, config: OptimizerConfig, course: list[tuple[Tensor, Tenso
         long((0.9, 0.98), 0.1, 1e-8, with_jumps),
         ((0.9, 0.999), 0.0, 1e-8, with_jumps),
         ((0.0, 0.95), 0.1, 1e-8, cosine),
+        long((0.9, 0.9), 0.0, 1e-8, cosine),
     ],
 )
 def test_lazy_adamw_is_dense_adamw(betas: tuple[float, float], decay: float, eps: float, rate: Rates) -> None:
