@@ -223,17 +223,19 @@ def _check_causal(config: RunConfig) -> None:
         refuse("training.keep_best", config.training.keep_best, why)
 
 
-def _check_corrected_bias(config: RunConfig) -> None:
-    """Refuses `bias: corrected` if masking prefers some ids: inclusion probabilities, computed from the counts of the
-    text, would be wrong."""
-    objective, masking = config.objective, config.masking
-    if objective.bias != "corrected" or masking is None or config.model.is_causal:
+def _check_skewed_targets(config: RunConfig) -> None:
+    """Refuses settings by which an id's weight follows from its count in the text, if masking prefers some ids:
+    `bias: corrected` (inclusion probabilities) and ELECTRA's draws from a group (the weight of the original)."""
+    objective, masking, auxiliary = config.objective, config.masking, config.objective.auxiliary_or_empty()
+    by_auxiliary, name = auxiliary.skews_targets, objective.auxiliary_name()
+    if masking is None or config.model.is_causal or not (by_auxiliary or masking.skews_targets()):
         return
-    by_auxiliary = objective.auxiliary_or_empty().skews_targets
-    cause = f"objective.{objective.auxiliary_name()}" if by_auxiliary else f"masking.strategy: {masking.strategy}"
-    rule = f"be another with {cause}, by which ids are targets more or less often than in the text"
-    is_skewed = by_auxiliary or masking.skews_targets()
-    require(not is_skewed, "objective.bias", rule, got="corrected", hint="take paper or once")
+    cause = f"objective.{name}" if by_auxiliary else f"masking.strategy: {masking.strategy}"
+    why = f"with {cause}, by which ids are targets more or less often than in the text"
+    is_corrected = objective.bias == "corrected"
+    require(not is_corrected, "objective.bias", f"be another {why}", got="corrected", hint="take paper or once")
+    draws_group = objective.name == "headless" and auxiliary.samples_tokens and not auxiliary.samples_vocabulary()
+    require(not draws_group, f"objective.{name}.draws", f"be `vocabulary` {why}", got="`group`")
 
 
 def check_consistency(config: RunConfig) -> None:
@@ -245,7 +247,7 @@ def check_consistency(config: RunConfig) -> None:
         config.masked_inputs.check(config.model, config.data)
     _check_causal(config)
     config.objective.auxiliary_or_empty().check(config)
-    _check_corrected_bias(config)
+    _check_skewed_targets(config)
     _check_masking_schedule(config)
     if config.masking is not None and config.masking.uses_id_weights():
         rule = f"be given with {' or '.join(STRATEGIES_BY_SETTING)}: weights"

@@ -111,6 +111,15 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         )
         for strategy in ("whole_word", "pmi")
     ),
+    *(
+        (
+            BERT
+            | {"masking": MASKS | {"strategy": strategy}, "objective.replaced_tokens": {"generator_layers": 1}}
+            | {"data.tokenizer": "tokenizer.json"},
+            f"`objective.replaced_tokens.draws` must be `vocabulary` with masking.strategy: {strategy}, by which ids are targets more or less often than in the text, but is `group` instead.",
+        )
+        for strategy in ("whole_word", "frequency", "hardest")
+    ),
     (
         BERT | {"masking": MASKS | {"rate_course": "cosine"}},
         "`masking.rate_course` must be left out without final_rate, but is cosine instead.",
