@@ -97,14 +97,14 @@ class PhrasesConfig(AuxiliarySettings):
     """Fewest tokens of a phrase."""
 
     longest: int = Field(default=10, ge=2)
-    """Most tokens of a phrase; the paper has 10."""
+    """Most tokens of a phrase; the paper has 10. With fixed counts at most a row's targets."""
 
     share: float = Field(default=0.5, gt=0, lt=1)
     """Probability mass of phrases in the selection of a row's masked tokens; masking.strategy selects the rest."""
 
     group_samples: int = Field(default=32, ge=2)
-    """Consecutive samples that are searched for shared phrases, a divisor of batch.micro_size. More find more
-    phrases, and more negatives."""
+    """Consecutive samples searched for shared phrases, a divisor of batch.micro_size. More find more phrases, and
+    negatives."""
 
     temperature: float | None = Field(default=None, gt=0)
     """Divides products of outputs; by default the square root of model.hidden_size (the paper)."""
@@ -131,6 +131,9 @@ class PhrasesConfig(AuxiliarySettings):
         refuse("objective.schedule", config.objective.schedule and "given", why)
         masking = _require_masking(config, "phrases are masked in an encoder's rows")
         refuse("masking.diffusion", masking.diffusion, f"with {section}, which are masked whole")
+        longest = masking.max_unit_length(config.data.sequence_length, self.longest)
+        rule, hint = f"be at most a row's number of targets ({longest})", "raise masking.rate"
+        require(self.shortest <= longest, f"{section}.shortest", rule, got=self.shortest, hint=hint)
         divides = micro_size % self.group_samples == 0
         require(divides, f"{section}.group_samples", f"divide batch.micro_size ({micro_size})", got=self.group_samples)
 

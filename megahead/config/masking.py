@@ -201,12 +201,13 @@ class MaskingConfig(Settings):
         has_target = data.validation is None or length >= 6
         require(has_target, "data.sequence_length", rule, got=length, hint="set at least 6")
 
-    def max_unit_length(self, length: int) -> int:
-        """Largest number of tokens of a unit (tokens masked together) in rows of `length` tokens: with a fixed count a
-        unit with more tokens than a row has targets would never be masked."""
+    def max_unit_length(self, length: int, longest: int | None = None) -> int:
+        """Largest number of tokens of a unit (tokens masked together) in rows of `length` tokens: `longest`, by default
+        `longest_span`, but with a fixed count a unit with more tokens than a row has targets would never be masked."""
+        longest = longest or self.longest_span
         rate = self.rate if self.final_rate is None else min(self.rate, self.final_rate)
-        targets = self.longest_span if self.count == "bernoulli" else round(rate * (length - 2))
-        return max(min(self.longest_span, targets), 1)
+        targets = longest if self.count == "bernoulli" else round(rate * (length - 2))
+        return max(min(longest, targets), 1)
 
     def first_masked_layer(self, model: ModelConfig) -> int:
         """The first layer that sees mask tokens; layers of the mask decoder are counted after the model's."""

@@ -40,9 +40,11 @@ class Phrases(Auxiliary):
     @classmethod
     def collator(cls, collator: RowCollator, config: RunConfig, seed: int) -> RowCollator:
         """A collator that also masks phrases."""
+        settings = config.objective.phrases
         assert isinstance(collator, MaskingCollator)
-        assert config.objective.phrases is not None
-        return PhraseCollator(collator, config.objective.phrases)
+        assert settings is not None
+        longest = collator.config.max_unit_length(config.data.sequence_length, settings.longest)
+        return PhraseCollator(collator, settings.model_copy(update={"longest": longest}))
 
     def sums(self, context: ForwardContext) -> Mapping[str, Tensor]:
         """`loss` in nats; `ends`: the number of ends; `found`: the number of ends whose best candidate is a

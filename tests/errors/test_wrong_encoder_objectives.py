@@ -163,6 +163,10 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         BERT | {"masking": MASKS, "objective.phrases": {"shortest": 5, "longest": 4}},
         "`objective.phrases.longest` must be at least shortest (5), but is 4 instead.",
     ),
+    (
+        BERT | {"masking": MASKS, "objective.phrases": {"group_samples": 2, "shortest": 4}},
+        "`objective.phrases.shortest` must be at most a row's number of targets (2), but is 4 instead; raise masking.rate.",
+    ),
     ({"masking": MASKS}, "`masking` must be left out of a decoder, but is given instead."),
     (BERT, "`masking` must be given for an encoder, but is missing; name mask_token, cls_token and sep_token."),
     (

@@ -70,3 +70,11 @@ def test_the_loss_is_that_of_the_targets_and_of_both_ends_of_phrases(
     for (name, mine), theirs in zip(model.named_parameters(), slow.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=0, atol=1e-10, msg=name)
     assert int(noted[0]["ends"]) == sum(len(group.ends_Q) for group in micro.batch.auxiliary) > 4
+
+
+def test_a_phrase_of_more_tokens_than_a_row_has_targets_is_masked_in_parts() -> None:
+    """Ten tokens, where rows have six targets: whole it would fit into none."""
+    config = config_of({"phrases": PHRASES | {"longest": 10}}, "bert")
+    text = np.concatenate([np.arange(4, 4 + 32).reshape(8, 4), np.tile(np.arange(40, 50), (8, 1))], 1)
+    groups = training_row_collator(config, []).batch(text, range(8)).auxiliary
+    assert sum(len(group.ends_Q) for group in groups) > 0
