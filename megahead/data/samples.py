@@ -18,7 +18,6 @@ from numpy.typing import ArrayLike
 from megahead.data.indexed import Array, IndexedDataset
 from megahead.errors import DataError
 from megahead.files import write_atomically
-from megahead.wording import pluralize
 
 # A shuffle of [0, n) that is computed, not stored: any item of the order in constant time and memory. A Feistel
 # network over the bits of the index is a bijection on [0, 2^bits), whatever its round function; results that are n or
@@ -117,9 +116,8 @@ class Samples(RowSource):
     def __init__(self, dataset: IndexedDataset, sequence_length: int, rows_per_epoch: int, min_tokens: int) -> None:
         if rows_per_epoch < 1:
             raise DataError(
-                f"`{dataset.prefix}` must hold at least {min_tokens:,} tokens for rows of "
-                f"{pluralize(sequence_length, 'target')}, but holds {dataset.num_tokens:,} instead; add text or "
-                "shorten data.sequence_length."
+                f"`{dataset.prefix}` must hold at least {min_tokens:,} tokens for rows of data.sequence_length, but "
+                f"holds {dataset.num_tokens:,} instead; add text or shorten data.sequence_length."
             )
         self.dataset, self.sequence_length, self.rows_per_epoch = dataset, sequence_length, rows_per_epoch
 
@@ -194,11 +192,11 @@ class StoredSamples(Samples):
         return [self._read_row(position) for position in positions.tolist()], False
 
     def _read_row(self, i: int) -> Array:
-        row, length = self.dataset[i], self.sequence_length
-        if len(row) != length + 1:
+        row, length = self.dataset[i], self.sequence_length + 1
+        if len(row) != length:
             raise DataError(
-                f"`{self.dataset.prefix}` must have sequences of {length + 1:,} tokens to be read as stored with "
-                f"data.sequence_length {length:,}, but sequence {i} has {len(row):,}."
+                f"`{self.dataset.prefix}` must have sequences of {length:,} tokens to be read as rows, but sequence "
+                f"{i} has {len(row):,}; change data.sequence_length by {len(row) - length:+,}."
             )
         return row
 

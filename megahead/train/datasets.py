@@ -26,7 +26,7 @@ from megahead.data.loader import (
     token_counts,
     training_samples,
 )
-from megahead.data.samples import Samples
+from megahead.data.samples import Samples, held_out_samples
 from megahead.data.strategies import Weights
 from megahead.data.strategy import TrainingText
 from megahead.data.tokenizer import Tokenizer, has_fingerprint, tokenizer_fingerprint
@@ -39,7 +39,7 @@ from megahead.train.preflight import check_run_files
 
 @dataclass(frozen=True)
 class RunDatasets:
-    """Training datasets in the config's order, the samples drawn from them, and the held-out dataset."""
+    """Training datasets in the config's order, the samples drawn from them, and the held-out samples."""
 
     train: Sequence[IndexedDataset]
     samples: Samples | Blend
@@ -47,7 +47,7 @@ class RunDatasets:
     token_counts: Tensor
     """int64 [padded vocabulary]: how often each id occurs in the text that samples are drawn from (`data.sampling`)."""
 
-    validation: IndexedDataset | None
+    held_out: Samples | None
 
     def describe(self, config: RunConfig) -> list[tuple[str, str]]:
         """Lines of the banner: epochs, shares of a blend, and warnings about document boundaries and tokenizers."""
@@ -110,7 +110,8 @@ def _open_all(config: RunConfig) -> RunDatasets:
     _check_masking_weights(config, train)
     samples = training_samples(config.data, train, config.seed, config.sample_length())
     counts = token_counts(train, samples, config.model.padded_vocab_size())
-    return RunDatasets(train, samples, counts, validation)
+    held_out = None if validation is None else held_out_samples(validation, config.sample_length())
+    return RunDatasets(train, samples, counts, held_out)
 
 
 def _require_one_tokenizer(

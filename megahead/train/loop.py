@@ -15,8 +15,7 @@ import torch
 from megahead.checkpoints.format import run_on_first_rank
 from megahead.config.run import RunConfig
 from megahead.config.training import TasksConfig
-from megahead.data.indexed import IndexedDataset
-from megahead.data.samples import held_out_samples
+from megahead.data.samples import Samples
 from megahead.distributed.group import Group
 from megahead.engine.engine import Engine
 from megahead.errors import UserError
@@ -41,9 +40,8 @@ class Evaluation:
     head's bias is log q, where q is the distribution of the targets so far, smoothed with the dataset's counts. If
     training masks rare tokens more often than evaluation does, q is the dataset's distribution instead."""
 
-    def __init__(self, config: RunConfig, validation: IndexedDataset, data_group: Group, device: torch.device) -> None:
+    def __init__(self, config: RunConfig, samples: Samples, data_group: Group, device: torch.device) -> None:
         self.head, self._config, self._data_group, self._device = config.objective.head(), config, data_group, device
-        samples = held_out_samples(validation, config.sample_length())
         self._validation_set = ValidationSet.from_config(config, samples, data_group)
 
     def run(self, engine: Engine, state: TrainingState, should_stop: Callable[[], bool]) -> ValidationResult | None:

@@ -367,7 +367,7 @@ def _build_training(
     session: Session, plan: RunPlan, start: ResumePoint, progress: Progress, loader: StepLoader
 ) -> Training:
     config, ranks, uploads = plan.config, session.world_group, session.start_uploads(start, progress.history)
-    validation, tasks, is_encoder = session.datasets.validation, config.tasks, config.model.is_encoder()
+    held_out, tasks, is_encoder = session.datasets.held_out, config.tasks, config.model.is_encoder()
     return Training(
         progress=progress,
         loader=loader,
@@ -376,7 +376,7 @@ def _build_training(
         health=HealthMonitor(config.faults, progress.engine, ranks, plan.data_ranks),
         logger=session.logger,
         stop=session.stop,
-        evaluation=None if validation is None else Evaluation(config, validation, session.data_group, session.device),
+        evaluation=None if held_out is None else Evaluation(config, held_out, session.data_group, session.device),
         tasks=None if tasks is None else TaskEvaluation(tasks, ranks, is_encoder=is_encoder),
         checkpointer=Checkpointer(progress, session.retention_rules, session.lease, uploads, session.replicas),
         device=session.device,

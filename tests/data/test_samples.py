@@ -93,7 +93,7 @@ def test_sequential_rows_keep_the_order_of_the_file(flat_dataset: Flat) -> None:
 def test_too_short_a_dataset_is_reported(flat_dataset: Flat, kind: type, least: int) -> None:
     seed = () if kind is SequentialSamples else (0,)
     assert kind(IndexedDataset(flat_dataset(least)), 50, *seed).read([0, 5])[0].shape == (2, 51)
-    with pytest.raises(DataError, match=rf"at least {least} tokens for rows of 50 targets, but holds {least - 1}"):
+    with pytest.raises(DataError, match=rf"at least {least} tokens .*, but holds {least - 1}"):
         kind(IndexedDataset(flat_dataset(least - 1)), 50, *seed)
 
 

@@ -216,7 +216,7 @@ FILES: tuple[tuple[Callable[[Path], Any], str], ...] = (
     (texts(model__vocab_size=50), "`model.vocab_size` must be at least that of data.train (60), but is 50 instead."),
     (texts(data__end_token=1), "`data.end_token` must be the id that closes the documents of F/text, but is 1 (5 of 5 documents that were checked neither end nor begin with it) instead; set it to theirs (`megahead inspect-dataset` shows them), or leave documents unseparated (isolate_documents: false, boundary_targets: true)."),
     (texts(data__train="nowhere"), "`nowhere.idx` must exist, but does not; give the prefix of a `.bin` and `.idx` pair, without ending."),
-    (texts(data__sequence_length=100_000, model__max_positions=100_000), "`F/text` must hold at least 200,000 tokens for rows of 100,000 targets, but holds 185 instead; add text or shorten data.sequence_length."),
+    (texts(data__sequence_length=100_000, model__max_positions=100_000), "`F/text` must hold at least 200,000 tokens for rows of data.sequence_length, but holds 185 instead; add text or shorten data.sequence_length."),
     (shorten_and("text.idx", texts()), "`F/text.idx` must be 142 bytes long for 5 sequences and 6 document boundaries, but is 139 instead; it was cut short or is damaged."),
     (shorten_and("text.bin", lambda folder: IndexedDataset(folder / "text")), "`F/text.bin` must be 370 bytes long by its index, but is 367 instead; it was cut short or belongs to another index."),
     (flipped, f"`{TENSORS}` must match its checksum, but does not; it was damaged, use another checkpoint."),

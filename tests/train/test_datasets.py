@@ -86,3 +86,16 @@ def test_rows_in_which_nothing_is_kept_apart_are_reported(tmp_path: Path) -> Non
     assert told["documents"] == f"{tmp_path}/text: not kept apart, no row that was checked has an end token (0)"
     plain = small_config(tmp_path, {"data.order": "stored", "data.isolate_documents": False})
     assert "documents" not in dict(open_datasets(plain).describe(plain))
+
+
+def test_held_out_text_is_checked_with_the_text_that_is_trained_on(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    config = small_config(tmp_path, {"data.validation": str(tmp_path / "held-out"), "data.sequence_length": 24})
+    with IndexedDatasetWriter(tmp_path / "held-out", vocab_size=60) as writer:
+        writer.add_document([*range(1, 24), 0])
+    with pytest.raises(UserError, match=r"held-out` must hold at least 25 tokens .*, but holds 24 instead"):
+        open_datasets(config)
+    with IndexedDatasetWriter(tmp_path / "held-out", vocab_size=60) as writer:
+        writer.add_documents(np.full(280, 7), np.full(10, 28), sequences=np.empty(0, np.int64))
+    with pytest.raises(UserError, match=r"sequences of 25 tokens .* has 28; change data\.sequence_length by \+3\."):
+        open_datasets(config)
