@@ -248,6 +248,11 @@ class RunLogger:
             self._log = RunLog(self._folder.metrics)
             self._boards = open_boards(config)
 
+    def check_lease(self) -> None:
+        """UserError if another session has taken over the run folder."""
+        if self._lease is not None:
+            self._lease.check()
+
     def log_session(self, lines: list[tuple[str, str]], start: ResumePoint, progress: Progress) -> None:
         """Prints the banner: `lines`, the checkpoint that the session or phase resumes from, damaged ones that were
         skipped, and those that the next save orphans. Records them, the step up to which earlier records are valid, and
@@ -282,7 +287,7 @@ class RunLogger:
     ) -> None:
         """Records `fields` as `kind`, adds `curves` to the boards, and prints `message`, if there is one."""
         if self._active:
-            self._log.record(state, {kind: fields})
+            self._record(state, {kind: fields})
             if curves is not None:
                 self._add_to_boards(kind, curves, state.step)
             if message is not None:
@@ -371,6 +376,11 @@ class RunLogger:
             for board in self._boards:
                 board.close()
 
+    def _record(self, state: TrainingState, fields: Mapping[str, Any]) -> None:
+        """UserError if another session has taken over, or on a full disk."""
+        self.check_lease()
+        self._log.record(state, fields)
+
     def _add_to_boards(self, group: str, values: Mapping[str, float], step: int) -> None:
         """Adds each value as `group`/NAME. UserError on a full disk, also for values buffered by an earlier call."""
         curves = {f"{group}/{name}": value for name, value in values.items()}
@@ -379,12 +389,10 @@ class RunLogger:
                 board.add(curves, step)
 
     def _write(self, state: TrainingState, last: bool) -> None:
-        if self._lease is not None:
-            self._lease.check()
         scalars = self._interval.means(state)
         if self.utilization is not None:
             scalars |= self.utilization.metrics(scalars["tokens_per_second"], scalars["candidates"])
-        self._log.record(state, scalars)
+        self._record(state, scalars)
         self._add_to_boards("train", scalars, state.step)
         if time.monotonic() - self._last_print_time >= self._print_seconds or last:
             self.print_line(progress_line(scalars, state, self._total_steps, self._perplexity, self._auxiliary))

@@ -359,7 +359,7 @@ def _train_phase(session: Session, start: ResumePoint) -> tuple[Ending, Training
     session.logger.utilization = Utilization.for_device(session.device, plan)
     session.logger.log_session(banner, start, progress)
     training = _build_training(session, plan, start, progress, loader)
-    with closing(engine):
+    with closing(engine), training.checkpointer.completing_save():
         return train(training), state
 
 

@@ -6,7 +6,9 @@ import os
 import secrets
 import socket
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from megahead.checkpoints.format import run_on_all_ranks
 from megahead.checkpoints.memory import ReplicaWriter
 from megahead.checkpoints.store import Event, RetentionRules
 from megahead.checkpoints.transfer import Uploader
+from megahead.distributed.watchdog import is_communication_error
 from megahead.errors import CheckpointError, UserError
 from megahead.files import read_if_exists, write_atomically
 from megahead.train.progress import CapturedCheckpoint, Progress
@@ -40,13 +43,18 @@ class Lease:
         write_atomically(file, self.session_id)
 
     def check(self) -> None:
-        """UserError if another session has taken over."""
-        holder = read_if_exists(self._file)  # None if it cannot be read, which does not indicate another session
-        if holder not in (None, self.session_id.encode()):
+        """UserError if another session has taken over, even if it has ended and released its lease since."""
+        try:
+            holder = self._file.read_text(encoding="utf-8", errors="replace")
+        except FileNotFoundError:
+            holder = ""
+        except OSError:  # does not indicate another session
+            return
+        if holder != self.session_id:
+            other = f"begun on {holder.strip()}" if holder else "begun and ended"
             raise UserError(
-                f"output_dir must have one session at a time, but in {self._file.parent} another has begun "
-                f"on {str(holder, errors='replace').strip()}; this one ends, and the other repeats "
-                "what this one has not saved."
+                f"output_dir must have one session at a time, but in {self._file.parent} another has {other}; this one "
+                "ends, and the other repeats what this one has not saved."
             )
 
     def release(self) -> None:
@@ -121,6 +129,20 @@ class Checkpointer:
             pending, self._pending = self._pending, None
             self._last_checkpoint = pending.result()
         return self._last_checkpoint
+
+    @contextmanager
+    def completing_save(self) -> Iterator[None]:
+        """After an error in the block waits until a background save is on disk, as long as ranks wait for each other:
+        the end of the process would discard it. Not if ranks are lost, or another session has taken over."""
+        try:
+            yield
+        except Exception as error:
+            if self._pending is not None and not is_communication_error(error):
+                with suppress(UserError):
+                    if self._lease is not None:
+                        self._lease.check()
+                    wait([self._pending], self._group.timeout_seconds)
+            raise
 
     def events(self) -> list[Event]:
         """The events of replicas and uploads since the last call."""

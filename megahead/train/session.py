@@ -201,6 +201,7 @@ class Session:
         deadline = upload_deadline(ending, self.stop, self.launch.has_launcher)
         for event in self._finish_uploads(deadline):
             self.logger.log_event(event.record, event.fields, state, event.message)
+        run_on_all_ranks(self.world_group, self.logger.check_lease)
         self.logger.close(ending, state)
         if self.world_group.rank == 0:
             content = {"ending": ending, "step": state.step, "steps": self.plan.config.training.steps}

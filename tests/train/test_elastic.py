@@ -222,6 +222,8 @@ def test_of_two_sessions_in_one_folder_the_later_one_writes(tmp_path: Path) -> N
     second.check()
     second.release()
     assert not (tmp_path / "session").exists()
+    with pytest.raises(UserError, match=r"in .* another has begun and ended; this one ends"):
+        first.check()
 
 
 def test_a_session_that_lost_its_folder_to_another_saves_nothing_more(tmp_path: Path) -> None:
@@ -235,7 +237,7 @@ def test_a_session_that_lost_its_folder_to_another_saves_nothing_more(tmp_path: 
         def noted(logger: RunLogger, kind: str, *arguments: Any) -> None:
             note(logger, kind, *arguments)
             if kind == "checkpoint":
-                Lease(tmp_path / "run/session", new_session_id())
+                Lease(tmp_path / "run/session", new_session_id()).release()
 
         RunLogger.log_event = noted  # type: ignore[method-assign, assignment]
 
