@@ -153,17 +153,22 @@ class Storage(Protocol):
             self.remove(name)
 
     def _best(self, names: Iterable[str], count: int) -> list[str]:
-        checked = names if count else ()
-        losses = {name: loss for name in checked if (loss := self._held_out_loss(name)) is not None}
-        return sorted(losses, key=losses.__getitem__)[:count]
+        """The `count` with the lowest losses on each validation dataset: those on different ones do not compare."""
+        losses_by_data = dict[str, dict[str, float]]()
+        for name in names if count else ():
+            if (held_out := self._held_out_loss(name)) is not None:
+                data, loss = held_out
+                losses_by_data.setdefault(data, {})[name] = loss
+        return [name for losses in losses_by_data.values() for name in sorted(losses, key=losses.__getitem__)[:count]]
 
-    def _held_out_loss(self, name: str) -> float | None:
+    def _held_out_loss(self, name: str) -> tuple[str, float] | None:
+        """The validation data (empty in checkpoints of earlier versions) and the loss of an evaluation at its step."""
         manifest = self.manifest_if_valid(name)
         result = None if manifest is None else manifest.state.get("validation")
         if manifest is None or not isinstance(result, dict) or result.get("step") != manifest.step:
             return None
         loss = result.get("loss")
-        return loss if isinstance(loss, float) and isfinite(loss) else None
+        return (str(result.get("data", "")), loss) if isinstance(loss, float) and isfinite(loss) else None
 
 
 def is_ancestor(name: str, ancestors: Sequence[str]) -> bool:
@@ -259,7 +264,8 @@ class RetentionRules:
     """Also those at these steps."""
 
     best: int = 0
-    """Also this many with the lowest held-out loss (`validation` in their state, if evaluated at their own step)."""
+    """Also this many with the lowest held-out loss on each dataset (`validation` in their state, if evaluated at their
+    own step)."""
 
     in_use: Callable[[], Collection[str]] = frozenset
     """Names of checkpoints that must stay for now, since they are queued for an upload or being uploaded."""

@@ -43,6 +43,8 @@ class Evaluation:
     def __init__(self, config: RunConfig, samples: Samples, data_group: Group, device: torch.device) -> None:
         self.head, self._config, self._data_group, self._device = config.objective.head(), config, data_group, device
         self._validation_set = ValidationSet.from_config(config, samples, data_group)
+        self.data = f"{config.training.evaluate_samples} samples of {validation.fingerprint}"
+        """A fingerprint of the samples."""
 
     def run(self, engine: Engine, state: TrainingState, should_stop: Callable[[], bool]) -> ValidationResult | None:
         """The result; None once `should_stop()`, which is called every few batches, is true. Collective."""
@@ -194,8 +196,8 @@ def train(run: Training) -> Ending:
     scheduler) will soon kill the process."""
     state = run.state
     _evaluate(run) if run.evaluate_first else _run_missed_evaluation(run)
-    ending: Ending | None = "stopped" if run.stop.is_requested(run.progress.world_group) else None
-    if ending is None:
+    ending = _reason_to_stop(run)
+    if ending != "stopped":
         _run_missed_tasks(run)
     first_step, stopwatch = state.step, Stopwatch(state.seconds)
     run.logger.start_interval(state)
@@ -305,7 +307,7 @@ def _evaluate(run: Training) -> bool:
     result = run.evaluation.run(progress.engine, progress.state, lambda: run.stop.is_requested(progress.world_group))
     if result is None:
         return False
-    run.state.validation = {"step": run.state.step, "loss": result.loss}
+    run.state.validation = {"step": run.state.step, "loss": result.loss, "data": run.evaluation.data}
     run.logger.log_validation(result, run.state, run.evaluation.head)
     return True
 
@@ -322,10 +324,11 @@ def _save(run: Training) -> None:
 
 
 def _reason_to_stop(run: Training) -> Ending | None:
-    """The reason to stop now, the same on every rank: a signal to any rank, or rank 0's clock; None: continue. If a
-    background save has failed on any rank, raises its error. Collective."""
-    limit, world_group = run.config.training.max_seconds, run.progress.world_group
-    out_of_time = world_group.rank == 0 and limit is not None and run.state.seconds >= limit
+    """The reason to stop now, the same on every rank: a signal to any rank, or rank 0's clock before the run's last
+    step; None: continue. If a background save has failed on any rank, raises its error. Collective."""
+    training, state, world_group = run.config.training, run.state, run.progress.world_group
+    is_over = training.max_seconds is not None and state.seconds >= training.max_seconds
+    out_of_time = world_group.rank == 0 and is_over and state.step < training.steps
     flags = torch.tensor([run.stop.signal is not None, out_of_time, run.checkpointer.failed], dtype=torch.int32)
     stopped, out_of_time, failed = world_group.all_reduce_(flags).tolist()
     if failed:

@@ -92,8 +92,8 @@ class TrainingState:
     recent_losses: list[float] = field(default_factory=list)
     """Losses of the last `faults.spike_window` applied steps, for detecting spikes."""
 
-    validation: dict[str, float] | None = None
-    """`step` and `loss` of the last evaluation."""
+    validation: dict[str, Any] | None = None
+    """`step` and `loss` of the last evaluation, and a fingerprint of its `data`."""
 
     data_fingerprints: dict[str, Any] = field(default_factory=dict)
     """See `data_fingerprints` in datasets.py; saved as `texts` in a checkpoint."""

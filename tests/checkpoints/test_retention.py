@@ -41,6 +41,12 @@ def test_only_a_finite_loss_at_its_own_step_makes_one_of_the_best(tmp_path: Path
     assert steps_of_history(tmp_path) == [1, 6, 7]
 
 
+def test_losses_on_different_texts_do_not_compare(tmp_path: Path) -> None:
+    for step, (data, loss) in enumerate([("a", 3.0), ("a", 2.0), ("b", 9.0), ("b", 8.0), ("b", 9.0), ("b", 9.0)], 1):
+        save(tmp_path, step, {"step": step, "loss": loss, "data": data}, RetentionRules(best=1))
+    assert steps_of_history(tmp_path) == [2, 4, 6]
+
+
 def test_nothing_is_best_or_a_milestone_unless_asked_for(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step, {"step": step, "loss": float(step)}, RetentionRules())

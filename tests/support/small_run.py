@@ -68,6 +68,12 @@ def small_config(folder: Path, changes: dict[str, Any] | None = None) -> RunConf
     return config_from_dict(tree)
 
 
+def one_step_more(folder: Path) -> dict[str, Any]:
+    """The changes that let a run in `folder` end after its next step."""
+    seconds = open_checkpoint(folder).state["seconds"] if folder.exists() else 0.0
+    return {"output_dir": str(folder), "training.max_seconds": seconds + 1e-9}
+
+
 def stage(number: int) -> dict[str, Any]:
     """The change that asks for a ZeRO stage."""
     return {"engine.deepspeed": {"zero_optimization": {"stage": number}}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import subprocess
@@ -23,6 +24,7 @@ from megahead.report.read import read_metrics
 from megahead.run_folder import RunFolder
 from megahead.train.run import pretrain
 from megahead.train.session import _write_run_files
+from support.bad_rows import run_with
 from support.killable import codes, said, start_ranks
 from support.named import folder_of, without_digits
 from support.on_ranks import on_ranks
@@ -58,7 +60,9 @@ def test_the_last_checkpoint_knows_the_last_evaluation_which_is_made_once(tmp_pa
     assert on_ranks(1, run, small_config(tmp_path, {"training.evaluate_every": 4})) == ["finished"]
     (four, six) = read_metrics(tmp_path / "run").validation
     assert (four["step"], six["step"]) == (4, 6)
-    assert open_checkpoint(tmp_path / "run").state["validation"] == {"step": 6, "loss": six["loss"]}
+    state = open_checkpoint(tmp_path / "run").state["validation"]
+    assert (state["step"], state["loss"]) == (6, six["loss"])
+    assert state["data"].startswith("10 samples of ")
 
 
 def test_a_checkpoint_that_was_saved_before_the_last_evaluation_is_saved_again_with_it(tmp_path: Path) -> None:
@@ -67,7 +71,17 @@ def test_a_checkpoint_that_was_saved_before_the_last_evaluation_is_saved_again_w
     changes = {"training.max_seconds": 1e-6, "training.checkpoint_every": 1, "training.evaluate_every": 4}
     assert on_ranks(2, run, small_config(tmp_path, changes)) == ["out of time"] * 2
     (result,) = read_metrics(tmp_path / "run").validation
-    assert open_checkpoint(tmp_path / "run").state["validation"] == {"step": 1, "loss": result["loss"]}
+    state = open_checkpoint(tmp_path / "run").state["validation"]
+    assert (state["step"], state["loss"]) == (1, result["loss"])
+    newest = open_checkpoint(tmp_path / "run").folder
+    assert on_ranks(2, run, small_config(tmp_path, changes)) == ["out of time"] * 2  # and nothing more is trained
+    assert (open_checkpoint(tmp_path / "run").folder, len(read_metrics(tmp_path / "run").validation)) == (newest, 1)
+
+
+def test_time_that_is_over_at_the_last_step_does_not_leave_the_run_unfinished(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    config = small_config(tmp_path, {"training.max_seconds": 1e-6, "training.steps": 1, "schedule.warmup_steps": 0})
+    assert on_ranks(2, run, config) == ["finished"] * 2
 
 
 def run(group: Group, config: RunConfig) -> str:
@@ -77,7 +91,7 @@ def run(group: Group, config: RunConfig) -> str:
         return str(error)
 
 
-def run_with_slow_writes(group: Group, config: RunConfig, seconds: float) -> str:
+def write_slowly(seconds: float) -> None:
     write = Snapshot.write
 
     def slowly(*args: Any) -> Any:
@@ -85,7 +99,25 @@ def run_with_slow_writes(group: Group, config: RunConfig, seconds: float) -> str
         return write(*args)
 
     Snapshot.write = slowly  # type: ignore[method-assign]
+
+
+def run_with_slow_writes(group: Group, config: RunConfig, seconds: float) -> str:
+    write_slowly(seconds)
     return run(group, config)
+
+
+def run_to_a_bad_step(group: Group, config: RunConfig) -> tuple[str, list[int]]:
+    """With the checkpoints on disk when it ends."""
+    write_slowly(0.3)
+    return run_with(group, config, math.inf), steps_on_disk(Path(config.folder()))
+
+
+def test_a_save_in_the_background_survives_an_error_in_the_next_step(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    config = small_config(tmp_path, {"training.save_in_background": True, "faults.bad_step": "stop"})
+    for sentence, steps in on_ranks(2, run_to_a_bad_step, config):
+        assert "step 4: loss not finite" in sentence
+        assert steps == [3]
 
 
 def stalls(run: Path) -> list[float]:
