@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megahead.checkpoints.disk import find_checkpoint, step_folders
+from megahead.checkpoints.disk import find_checkpoint, orphaned_folders, step_folders
 from megahead.checkpoints.format import (
     FORMAT,
     MANIFEST,
@@ -46,9 +46,11 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if folder is None:
         for damaged in step_folders(path):
             _open_folder(damaged)
+        orphaned = ", ".join(folder.name for folder in orphaned_folders(path))
+        problem = f"holds only orphaned ones ({orphaned}); name one of these" if orphaned else "is neither"
         raise CheckpointError(
             f"`{path}` must be a checkpoint (a folder with {MANIFEST}) or a folder that holds complete ones (step-*), "
-            "but is neither."
+            f"but {problem}."
         )
     return _open_folder(folder)
 

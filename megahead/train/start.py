@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megahead.checkpoints.disk import find_checkpoint, orphaned_folders
+from megahead.checkpoints.disk import DiskStorage, find_checkpoint, orphaned_folders
 from megahead.checkpoints.format import Manifest, run_on_all_ranks, run_on_first_rank
 from megahead.checkpoints.reading import (
     Checkpoint,
@@ -167,7 +167,8 @@ def _refuse_orphaned(folder: RunFolder) -> None:
 
 
 def _find_requested(resume: str, folder: RunFolder, world_group: Group) -> Path | None:
-    """The checkpoint folder for `never` (None) or DIR; CheckpointError if it does not fit. Collective."""
+    """The checkpoint folder for `never` (None) or DIR, where DIR may be a link to one of the run's own; CheckpointError
+    if it does not fit. Collective."""
     path = find_on_first_rank(folder.path if resume == "never" else Path(resume), world_group)
     if resume == "never" and path is not None:
         raise CheckpointError(
@@ -176,7 +177,14 @@ def _find_requested(resume: str, folder: RunFolder, world_group: Group) -> Path 
         )
     if resume != "never" and path is None:
         raise CheckpointError(f"`--resume` must be auto, never or a checkpoint folder, but {resume} holds none.")
-    return path
+    disk = DiskStorage(folder.checkpoints)
+
+    def find_own() -> str | None:
+        target = None if path is None else path.resolve()
+        return next((name for name in disk.names() if (disk.root / name).resolve() == target), None)
+
+    own = run_on_first_rank(world_group, find_own)
+    return path if own is None else disk.root / own
 
 
 # The initial head of a vanilla softmax after headless training: the training-free head as parameters.

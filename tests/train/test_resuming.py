@@ -236,6 +236,18 @@ def test_a_launch_that_may_not_resume_resumes_its_own_checkpoints(tmp_path: Path
     assert "needs an output folder without checkpoints" in sentence
 
 
+def test_a_link_to_one_of_its_own_is_that_one(begun: Path) -> None:
+    """Also where that one lies elsewhere, behind a link."""
+    own = folder_of(begun / "run", 3)
+    shutil.move(own, begun / "moved")
+    own.symlink_to(begun / "moved")
+    (begun / "best").symlink_to(own)
+    for resume in (begun / "best", own, begun / "moved"):
+        config = small_config(begun, {"training.steps": 4})
+        assert on_ranks(1, run, config, str(resume)) == ["finished"]
+        assert steps_of_history(begun / "run") == [3, 4]
+
+
 def test_training_past_a_damaged_checkpoint_does_not_count_it(begun: Path) -> None:
     (file,) = folder_of(begun / "run", 6).glob("*.safetensors")
     flip(file)
@@ -251,7 +263,10 @@ def test_a_folder_with_nothing_but_what_was_set_aside_does_not_start_anew(begun:
     for folder in list(root.glob("step-*")):
         folder.rename(root / f"abandoned-{without_digits(folder.name)}")
     (sentence,) = on_ranks(1, run, small_config(begun))
-    assert "holds only abandoned-step-00000003, abandoned-step-00000006; name the one to continue from" in sentence
+    names = "abandoned-step-00000003, abandoned-step-00000006"
+    assert f"holds only {names}; name the one to continue from" in sentence
+    with pytest.raises(CheckpointError, match=rf"but holds only orphaned ones \({names}\); name one of these\.$"):
+        open_checkpoint(begun / "run")
     assert on_ranks(1, run, small_config(begun), str(root / "abandoned-step-00000003")) == ["finished"]
     assert sorted(path.name for path in root.glob("abandoned-*")) == [
         "abandoned-step-00000003",
