@@ -17,7 +17,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from megahead.checkpoints.disk import DiskStorage, Source, copy_newest_valid, is_complete
-from megahead.checkpoints.format import MANIFEST, Manifest, check_files, run_on_first_rank
+from megahead.checkpoints.format import MANIFEST, Manifest, check_files, run_generator_on_all_ranks, run_on_first_rank
 from megahead.checkpoints.reading import SINGLE_RANK, Checkpoint, RecoveryResult, open_verified
 from megahead.checkpoints.remote import (
     CHECKPOINTS,
@@ -48,6 +48,10 @@ from megahead.wording import print_line
 # Fetching and verification; collective.
 
 
+SmallFiles = Callable[[], Generator[None, None, dict[Path, bytes]]]
+"""Starts `read_small_files`."""
+
+
 def fetch_newer(
     newer_than: int, url: str, folder: RunFolder, group: Group, validate: Callable[[Checkpoint], None]
 ) -> RecoveryResult | None:
@@ -74,11 +78,18 @@ def fetch_newer(
     return RecoveryResult("mirror", checkpoint, damage, message, details)
 
 
-def read_small_files(url: str, group: Group, *paths: Path) -> dict[Path, bytes]:
-    """The contents of those `paths` that exist in the run at `url`."""
-    store = Store(url, retry_seconds(group))
-    content_by_path = {path: store.read_if_exists(path.name) for path in paths}
-    return {path: content for path, content in content_by_path.items() if content is not None}
+def read_small_files(url: str, group: Group, *paths: Path) -> Generator[None, None, dict[Path, bytes]]:
+    """Returns the contents of those `paths` that exist in the run at `url`. Yields at least once a second, since the
+    log of a long run is larger than one request allows."""
+    store, content_by_path = Store(url, retry_seconds(group)), dict[Path, bytes]()
+    for path in paths:
+        with suppress(FileNotFoundError):
+            content = bytearray()
+            for block in store.blocks(path.name, store.size(path.name)):
+                content += block
+                yield
+            content_by_path[path] = bytes(content)
+    return content_by_path
 
 
 def fetch_checkpoint(
@@ -86,12 +97,12 @@ def fetch_checkpoint(
     into: RunFolder,
     group: Group = SINGLE_RANK,
     validate: Callable[[Checkpoint], None] = lambda _: None,
-    files: Callable[[], dict[Path, bytes]] = dict,
+    files: SmallFiles | None = None,
 ) -> Path:
     """Fetches the newest valid checkpoint at a URL (see `find_remote`) into `into`, unless it is there already, and
     returns its folder. Skips those that the run in `into` has orphaned (rolled back past), reports damaged ones, and
-    leaves `latest` unchanged. `validate` may raise before the download; `files` returns contents of small files to
-    write with it. Collective; CheckpointError if there is none."""
+    leaves `latest` unchanged. `validate` may raise before the download; `files` reads small files to write with
+    it. Collective; CheckpointError if there is none."""
 
     def find() -> tuple[RemoteStorage, list[str]]:
         remote, names = find_remote(url, retry_seconds(group))
@@ -123,7 +134,7 @@ class _Fetch(Source):
     disk: DiskStorage
     group: Group
     validate: Callable[[Checkpoint], None]
-    files: Callable[[], dict[Path, bytes]]
+    files: SmallFiles | None
     tried: list[str] = field(default_factory=list)
 
     def select_next(self) -> Generator[None, None, tuple[str | None, int]]:
@@ -142,7 +153,7 @@ class _Fetch(Source):
         except CheckpointError as error:
             raise DamagedError(str(error)) from None
         self.validate(Checkpoint(self.disk.root / name, self.manifest))
-        self.contents, local_name = self.files(), self._local_name(name)
+        self.contents, local_name = (yield from self.files()) if self.files else {}, self._local_name(name)
         if is_complete(self.disk.root / local_name):
             with suppress(CheckpointError):
                 yield from check_files(self.disk.root / local_name, self.manifest.files)
@@ -198,7 +209,8 @@ def fetch_to_cache(url: str) -> Path:
     with _locked(run):
         folder = fetch_checkpoint(url, run)
         paths = run.tokenizer_json, run.tokenizer_model, run.source_hf_files, run.metrics
-        files = (read_small_files(place, SINGLE_RANK, *paths) for place in (url, run_url))
+        reads = (read_small_files(place, SINGLE_RANK, *paths) for place in (url, run_url))
+        files = (run_generator_on_all_ranks(SINGLE_RANK, read)[0] for read in reads)
         _write_files(next(filter(None, files), {}))
     return folder
 

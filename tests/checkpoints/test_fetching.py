@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from megahead.distributed.group import Group
 from megahead.errors import CheckpointError
 from megahead.remote_files import RemoteError
 from megahead.run_folder import RunFolder
+from support.far_stores import Faulty
 from support.mirrored import fetched_step, finish, mirror, newer, save, steps_in_mirror
 from support.named import folder_of, folders_in, without_digits
 from support.on_ranks import on_ranks
@@ -134,6 +136,22 @@ def test_a_log_that_cannot_be_read_is_told_before_a_long_fetch(
     with pytest.raises(CheckpointError, match="down"):
         newer(url, tmp_path / "new")
     assert fetched == []
+
+
+def test_a_log_that_takes_longer_than_a_small_request_is_read(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = Faulty.cat_file
+
+    def slow(files: Faulty, path: str, *arguments: object, **named: object) -> bytes:
+        time.sleep(0.6 * path.endswith("metrics.jsonl"))
+        return bytes(read(files, path, *arguments, **named))
+
+    (tmp_path / "store/metrics.jsonl").write_text("a line\n")
+    monkeypatch.setattr(Faulty, "cat_file", slow)
+    group, far = Group(timeout_seconds=2.4), url.replace("file:", "faulty:")  # a small request: 0.3 s
+    assert newer(far, tmp_path / "new", group=group) is not None
+    assert (tmp_path / "new/metrics.jsonl").read_text() == "a line\n"
 
 
 def test_one_of_an_earlier_version_leaves_another_of_its_name_as_it_is(url: str, tmp_path: Path) -> None:
