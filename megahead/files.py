@@ -254,9 +254,9 @@ def atomic_folder(output: Path, *, replaceable: str | None = None, field: str = 
 
     `output` must be missing, empty, or contain a file named `replaceable` (an earlier output of the same command, which
     is replaced) and no checkpoints that a training has put there since; FieldError about `field` otherwise. InUseError
-    if another process is writing it; WriteError for an OSError.
+    if another process is writing it; WriteError for an OSError. A link stays, and its target is written.
     """
-    output = output.absolute()
+    output = output.resolve()
     is_replaceable = replaceable is not None and (output / replaceable).is_file()
     is_replaceable = is_replaceable and not any(output.glob("checkpoint*"))
     if output.exists() and not is_replaceable and (not output.is_dir() or any(output.iterdir())):

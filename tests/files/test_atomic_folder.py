@@ -31,6 +31,18 @@ def test_the_old_folder_stays_until_the_new_one_is_whole(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == [output]
 
 
+def test_a_link_stays_and_its_target_is_written(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    output = tmp_path / "out"
+    output.symlink_to(tmp_path / "disk")
+    for text in ("old", "new"):
+        with atomic_folder(output, replaceable="mark") as folder:
+            (folder / "mark").write_text(text)
+    assert output.is_symlink()
+    assert [path.name for path in tmp_path.iterdir() if path != output] == ["disk"]
+    assert (tmp_path / "disk/mark").read_text() == "new"
+
+
 def test_a_folder_of_something_else_is_refused_untouched(tmp_path: Path) -> None:
     output = tmp_path / "out"
     output.mkdir()
