@@ -43,7 +43,7 @@ class Evaluation:
     def __init__(self, config: RunConfig, samples: Samples, data_group: Group, device: torch.device) -> None:
         self.head, self._config, self._data_group, self._device = config.objective.head(), config, data_group, device
         self._validation_set = ValidationSet.from_config(config, samples, data_group)
-        self.data = f"{config.training.evaluate_samples} samples of {validation.fingerprint}"
+        self.data = f"{config.training.evaluate_samples} samples of {samples.dataset.fingerprint}"
         """A fingerprint of the samples."""
 
     def run(self, engine: Engine, state: TrainingState, should_stop: Callable[[], bool]) -> ValidationResult | None:
