@@ -90,10 +90,11 @@ def describe(config: RunConfig, world_size: int, resume: str = "auto") -> str:
     from megahead.train.preflight import check_available_files, describe_assumed_device, describe_files, describe_run
 
     check_available_files(config)
-    plan, resumes = RunPlan.of(config, config.usable_ranks(world_size)), False
+    plan, training = RunPlan.of(config, config.usable_ranks(world_size)), config.training
+    resumes = not (training.remote_checkpoints is None and training.replicate_every is None)  # perhaps from there
     if resume != "auto" or config.folder().checkpoints.is_dir():
         from megahead.train.start import check_resumed_settings  # needs torch
 
-        resumes = check_resumed_settings(config, resume)
+        resumes |= check_resumed_settings(config, resume)
     lines = [*describe_run(plan), describe_assumed_device(plan), describe_files(config, resumes=resumes)]
     return "\n".join(f"{name:<12}{value}" for name, value in lines)

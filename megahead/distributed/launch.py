@@ -126,7 +126,7 @@ def _require_all_tasks(size: str, value: str, tasks_name: str, environment: Mapp
     tasks, launcher = environment.get(tasks_name, value), "mpirun" if tasks_name.startswith("OMPI") else "srun"
     if value != tasks:
         rule = f"be {tasks_name} ({tasks}) where {launcher} starts the ranks"
-        raise UserError(f"`{size}` must {rule}, but is {value} instead; leave it out.")
+        raise UserError(f"`{size}` must {rule}, but is {value} instead; leave it out, or set RANK too.")
 
 
 def _validate(values: Mapping[str, str], size: str) -> None:

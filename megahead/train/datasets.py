@@ -224,7 +224,8 @@ def require_same_run(checkpoint: Checkpoint, config: RunConfig, fingerprints: di
     saved_values |= checkpoint.state_value("texts", dict, default=fingerprints)  # its `data_fingerprints`
     values = phase.config.flat() | phase.config.schedule.resolved_steps(steps) | fingerprints
     saved_tokenizer, tokenizer = saved_values[TOKENIZER], config.data.tokenizer
-    if saved_tokenizer and tokenizer and has_fingerprint(tokenizer, saved_tokenizer):
+    differs = saved_tokenizer != values[TOKENIZER]
+    if differs and saved_tokenizer and tokenizer and has_fingerprint(tokenizer, saved_tokenizer):
         saved_values[TOKENIZER] = values[TOKENIZER]
     allowed = (*MAY_CHANGE, *config.resume.allow)
     differing = [

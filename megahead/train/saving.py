@@ -51,7 +51,7 @@ class Lease:
         except OSError:  # does not indicate another session
             return
         if holder != self.session_id:
-            other = f"begun on {holder.strip()}" if holder else "begun and ended"
+            other = f"begun on {holder.strip()}" if holder else "begun and ended (or `session` was removed)"
             raise UserError(
                 f"output_dir must have one session at a time, but in {self._file.parent} another has {other}; this one "
                 "ends, and the other repeats what this one has not saved."

@@ -77,8 +77,11 @@ class Session:
         """Yields the resume point of each phase: the first by `resume`, then the last checkpoint of the previous phase.
         Each `next` is collective."""
         folder, url = self.plan.config.folder(), self.plan.config.training.remote_checkpoints
-        is_restart = partial(has_saved, self.launch.launch_id, folder)
-        resume = "auto" if run_on_first_rank(self.world_group, is_restart) else resume
+        launch_id = self.launch.launch_id
+        if run_on_first_rank(self.world_group, lambda: has_saved(launch_id, folder)) and resume != "auto":
+            if self.world_group.rank == 0:
+                print_line(f"--resume {resume} was for the first start: this launch ({launch_id}) has saved since")
+            resume = "auto"
         if is_remote(resume):
             self._error_callbacks.callback(self._remove_fetched)
         if url is not None:

@@ -109,10 +109,10 @@ def has_saved(launch_id: str, folder: RunFolder) -> bool:
 
 
 def check_resumed_settings(config: RunConfig, resume: str) -> bool:
-    """For a dry run: whether the checkpoint of `--resume auto` or DIR is on this machine. CheckpointError if it was
-    saved with other settings; the content of data is not compared."""
+    """For a dry run: whether the run resumes from a checkpoint. CheckpointError if one on this machine was saved with
+    other settings; the content of data is not compared."""
     if resume == "never" or is_remote(resume):
-        return False
+        return resume != "never"
     path = find_checkpoint(config.folder().path if resume == "auto" else Path(resume))
     if path is None:
         return False

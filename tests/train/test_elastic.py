@@ -222,7 +222,7 @@ def test_of_two_sessions_in_one_folder_the_later_one_writes(tmp_path: Path) -> N
     second.check()
     second.release()
     assert not (tmp_path / "session").exists()
-    with pytest.raises(UserError, match=r"in .* another has begun and ended; this one ends"):
+    with pytest.raises(UserError, match=r"in .* another has begun and ended .*; this one ends"):
         first.check()
 
 

@@ -204,6 +204,13 @@ def test_a_dry_run_of_a_run_that_resumes_needs_nothing_that_init_names(begun: Pa
     assert "files       all 4 exist" in describe(config, 2)
     elsewhere = config.model_copy(update={"output_dir": str(begun / "new")})
     assert f"files       missing: {begun}/gone" in describe(elsewhere, 2)
+    training = config.training.model_copy(update={"remote_checkpoints": "s3://bucket/run"})
+    assert "missing" not in describe(elsewhere.model_copy(update={"training": training}), 2)
+
+
+def test_a_dry_run_names_a_tokenizer_that_is_gone_also_where_there_is_a_checkpoint(begun: Path) -> None:
+    config = small_config(begun, {"data.tokenizer": str(begun / "gone.json")})
+    assert f"files       missing: {begun}/gone.json" in describe(config, 2)
 
 
 def run_in_launch(group: Group, config: RunConfig, launch_id: str, resume: str) -> tuple[str, str]:

@@ -253,7 +253,8 @@ def drop_repeated(pages: Iterable[tuple[Page, NgramHashes]]) -> tuple[list[tuple
 
 def shared_share(train: Sequence[NgramHashes], held_out: Sequence[NgramHashes]) -> float:
     """Share of the held-out documents' n-grams that occur in the training documents."""
-    return float(np.isin(np.concatenate(held_out), np.concatenate(train)).mean())
+    ngrams = np.concatenate(held_out)
+    return float(np.isin(ngrams, np.concatenate(train)).sum()) / max(1, len(ngrams))
 
 
 def _read_pages(sources: Sequence[Source], workers: int) -> Iterator[tuple[Page, NgramHashes]]:
