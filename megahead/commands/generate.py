@@ -30,6 +30,7 @@ from rich.console import Console
 
 from megahead.commands import checkpoint_path
 from megahead.errors import DataError, FieldError, UserError, existing_path, require_at_least
+from megahead.files import as_write_error
 from megahead.report.tables import terminal
 
 
@@ -57,6 +58,7 @@ def main() -> None:
 
     sampling = sampling_options(arguments.temperature, arguments.top_k, arguments.top_p)
     console, prompts = terminal(soft_wrap=True), read_prompts(arguments.prompt, arguments.file)
+    append_to(arguments.output, "")  # an error before the model is loaded
     continue_text = load_model(arguments.model, arguments.seed, arguments.passes)
     if arguments.interactive:
         run_interactive(console, continue_text, sampling, arguments)
@@ -104,9 +106,16 @@ def change_temperature(line: str, arguments: argparse.Namespace) -> Mapping[str,
 
 def append_sample(output: Path | None, prompt: str, text: str) -> None:
     """Appends a JSON line to `output`, if there is one."""
+    append_to(output, json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False) + "\n")
+
+
+def append_to(output: Path | None, text: str) -> None:
+    """Appends `text` to `output`, if there is one; WriteError for an OSError."""
     if output is not None:
-        with output.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False) + "\n")
+        with as_write_error(output):
+            output.parent.mkdir(parents=True, exist_ok=True)
+            with output.open("a", encoding="utf-8") as file:
+                file.write(text)
 
 
 def load_model(model: Path, seed: int, passes: int | None) -> Callable[..., str]:
@@ -141,7 +150,7 @@ def read_prompts(prompts: Sequence[str] | None, file: Path | None) -> list[str]:
     try:
         lines = file.read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")
     except (OSError, UnicodeDecodeError):
-        raise DataError(f"`{file}` must be a readable text file, but is not; check the path.") from None
+        raise DataError(f"`{file}` must be readable UTF-8 text, but is not; check the path, or convert it.") from None
     if not any(line.strip() for line in lines):
         raise DataError(f"`{file}` must hold a prompt a line, but has none; --prompt '' begins a document.")
     return lines

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from megahead.commands import checkpoint_path
 from megahead.data.tokenizer import load_tokenizer
-from megahead.errors import existing_path
 from megahead.report.tables import terminal, to_rich
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ def main() -> None:
     add = parser.add_argument
     add("--model", type=checkpoint_path, nargs="+", required=True, metavar="DIR", help="HF folder, run, checkpoint")
     files = "folder of WordNet's data.* files (default: /usr/share/wordnet, Debian's wordnet-base)"
-    add("--wordnet", type=existing_path, default="/usr/share/wordnet", metavar="DIR", help=files)
+    add("--wordnet", type=Path, default="/usr/share/wordnet", metavar="DIR", help=files)
     add("--output", type=Path, metavar="PNG", help="also draw the distributions there")
     arguments = parser.parse_args()
     from megahead.evaluate.geometry import similarities, synonym_pairs

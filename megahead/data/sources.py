@@ -194,9 +194,10 @@ def _make_input(path: Path) -> Input:
     if path.is_dir():
         files = tuple(saved_dataset_files(path))
         return Input(path, files, path.name, sum(_file_bytes(file) for file in files), chunk_arrow)
+    size = _file_bytes(path)
     for suffix, split in (CHUNKERS | dict.fromkeys(ARCHIVES, _chunk_archive)).items():
         if path.name.endswith(suffix):
-            return Input(path, (path,), path.name.removesuffix(suffix), _file_bytes(path), split)
+            return Input(path, (path,), path.name.removesuffix(suffix), size, split)
     raise DataError(f"`{path}` must end in {SUFFIXES}, {', '.join(ARCHIVES)}, but does not; convert or rename it.")
 
 

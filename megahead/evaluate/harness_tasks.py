@@ -158,7 +158,7 @@ def _open_text(file: Path) -> Iterator[TextIO]:
         with file.open(encoding="utf-8-sig") as lines:
             yield lines
     except (OSError, UnicodeDecodeError):
-        raise DataError(f"`{file}` must be a readable text file, but is not; check the path.") from None
+        raise DataError(f"`{file}` must be readable UTF-8 text, but is not; check the path, or convert it.") from None
 
 
 def _parse_object(line: str) -> Mapping[str, Any]:

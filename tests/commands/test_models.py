@@ -150,6 +150,19 @@ def test_an_empty_file_of_prompts_is_reported(run: Path, monkeypatch, capsys) ->
     (run.parent / "prompts.txt").touch()
     assert command(monkeypatch, "generate", "--model", run, "--file", run.parent / "prompts.txt") == 2
     assert "a prompt a line, but has none" in capsys.readouterr().err
+    (run.parent / "prompts.txt").write_text("caf\xe9", encoding="latin-1")
+    assert command(monkeypatch, "generate", "--model", run, "--file", run.parent / "prompts.txt") == 2
+    assert "must be readable UTF-8 text, but is not" in capsys.readouterr().err
+
+
+def test_where_samples_go_is_tried_before_the_model_is_loaded(run: Path, monkeypatch, capsys) -> None:
+    options = ("generate", "--model", run, "--prompt", "a", "--max-new-tokens", 1, "--output")
+    assert command(monkeypatch, *options, run.parent) == 2
+    captured = capsys.readouterr()
+    assert f"`{run.parent}` must be writable" in captured.err
+    assert captured.out == ""
+    assert command(monkeypatch, *options, run.parent / "new" / "samples.jsonl") == 0
+    assert (run.parent / "new" / "samples.jsonl").read_text().count("\n") == 1
 
 
 def test_a_backbone_alone_says_how_it_gets_a_head(run: Path, monkeypatch, capsys) -> None:

@@ -152,7 +152,8 @@ def test_the_end_token_must_be_known(tokenizer_path: Path, json_lines: JsonLines
 
 def test_inputs_are_checked_before_anything_is_written(tokenizer_path: Path, json_lines: JsonLines) -> None:
     path = json_lines(TEXTS)
-    for wrong, says in (("missing.jsonl", "there is none"), ("a.doc", "must end in one of")):
+    (path.parent / "a.doc").touch()
+    for wrong, says in (("missing.jsonl", "there is none"), ("doks", "there is none"), ("a.doc", "must end in one of")):
         with pytest.raises(DataError, match=says):
             preprocess([path, path.parent / wrong], tokenizer_path, path.parent / "out")
     with pytest.raises(DataError, match="at least one input"):

@@ -113,6 +113,7 @@ def test_names_the_line_of_a_text_file(tmp_path: Path) -> None:
 
 
 def test_unknown_kinds_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "table.doc").touch()
     with pytest.raises(DataError, match=r"must end in one of \.jsonl"):
         read(tmp_path / "table.doc")
 

@@ -188,7 +188,7 @@ def test_the_command_on_two_ranks_equals_one_process(tmp_path: Path) -> None:
         ),
         (["--task", "glue/rte", "--temperature", 0.1], "`--temperature` must be left out without --task retrieval/"),
         (["--batch-size", 1], "must have at least two queries of a batch on each of 1 rank, but has"),
-        (["--task", "retrieval/F/none.jsonl"], "none.jsonl` must be a readable text file, but is not"),
+        (["--task", "retrieval/F/none.jsonl"], "none.jsonl` must be readable UTF-8 text, but is not"),
         (["--task", "retrieval/F/few.jsonl"], "must hold pairs of at least 10 queries, of which one is held out"),
         (["--task", "retrieval"], "must name tasks of glue/cola, .*, xnli/LANGUAGE, retrieval/PATH, but is retrieval"),
     ],

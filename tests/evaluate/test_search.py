@@ -225,7 +225,7 @@ MISTAKES = {
     ),
     "qrels/test.tsv` must name ids of queries.jsonl, but line 2 has q0": ("queries.jsonl", QUERIES[1:]),
     "must hold JSON objects with a `_id`, but line 1 is not": ("queries.jsonl", [{"text": "the cat"}]),
-    "corpus.jsonl` must be a readable text file, but is not": ("corpus.jsonl", None),
+    "corpus.jsonl` must be readable UTF-8 text, but is not": ("corpus.jsonl", None),
     "must hold judgements, qrels/test.tsv or qrels/dev.tsv or .* but has none": ("qrels/test.tsv", None),
     "qrels/test.tsv` must begin with a header, but begins with a judgement; add": ("qrels/test.tsv", "q0\td1\t1\n"),
     "qrels/test.tsv` must hold an answer, a score above 0, but holds none": (
