@@ -13,11 +13,10 @@ from torch import Tensor
 
 from megahead.checkpoints.format import run_generator_on_all_ranks, run_on_all_ranks
 from megahead.checkpoints.reading import Checkpoint
-from megahead.config.base import require
 from megahead.config.data import DataConfig
 from megahead.config.plan import Phase, matching_phase, same_objective
 from megahead.config.run import RunConfig
-from megahead.data.indexed import IndexedDataset, fetch_dataset, require_same_tokenizer
+from megahead.data.indexed import IndexedDataset, fetch_dataset
 from megahead.data.loader import (
     Blend,
     describe_samples,
@@ -29,12 +28,12 @@ from megahead.data.loader import (
 from megahead.data.samples import Samples, held_out_samples
 from megahead.data.strategies import Weights
 from megahead.data.strategy import TrainingText
-from megahead.data.tokenizer import Tokenizer, has_fingerprint, tokenizer_fingerprint
+from megahead.data.tokenizer import has_fingerprint, tokenizer_fingerprint
 from megahead.distributed.group import Group
-from megahead.errors import CheckpointError, ConfigError, DataError
+from megahead.errors import CheckpointError, DataError
 from megahead.files import sha256_of
 from megahead.remote_files import local_file
-from megahead.train.preflight import check_run_files
+from megahead.train.preflight import check_run_files, open_compared
 
 
 @dataclass(frozen=True)
@@ -99,10 +98,8 @@ def _fetch_remote(data: DataConfig) -> Iterator[None]:
 
 
 def _open_all(config: RunConfig) -> RunDatasets:
-    train = [_open(config, part.prefix, "data.train") for part in config.data.parts()]
-    prefix = config.data.validation
-    validation = None if prefix is None else _open(config, prefix, "data.validation")
-    _require_one_tokenizer(config.data, train, validation)
+    train = open_compared(config)
+    validation = None if config.data.validation is None else train.pop()
     for dataset in train:  # packed rows have document boundaries without them
         require_end_tokens(config.data, dataset, boundaries_known=config.data.pack == "best_fit")
     if validation is not None:
@@ -114,19 +111,6 @@ def _open_all(config: RunConfig) -> RunDatasets:
     return RunDatasets(train, samples, counts, held_out)
 
 
-def _require_one_tokenizer(
-    data: DataConfig, train: Sequence[IndexedDataset], validation: IndexedDataset | None
-) -> None:
-    """DataError if datasets, or `data.tokenizer`, are known to have different tokenizers. An identity tells tokenizers
-    apart that give other ids; it is None for a dataset that was made without recording it."""
-    identities = {f"`data.train` ({dataset.prefix})": dataset.tokenizer_identity() for dataset in train}
-    if validation is not None:
-        identities[f"`data.validation` ({validation.prefix})"] = validation.tokenizer_identity()
-    if data.tokenizer is not None and any(identities.values()):
-        identities["`data.tokenizer`"] = Tokenizer(local_file(data.tokenizer)).identity()
-    require_same_tokenizer(identities)
-
-
 def _check_masking_weights(config: RunConfig, train: Sequence[IndexedDataset]) -> None:
     """Reads what masking strategies weigh ids by (these four need token counts), to report errors also if the run masks
     only in a later phase."""
@@ -135,24 +119,6 @@ def _check_masking_weights(config: RunConfig, train: Sequence[IndexedDataset]) -
             TrainingText(config, train, setting).token_counts()
     if config.data.id_weights is not None:
         Weights.read(config.data.id_weights, config.model.vocab_size)
-
-
-def _open(config: RunConfig, prefix: str, field: str) -> IndexedDataset:
-    """The dataset at `prefix`; ConfigError if its vocabulary is larger than the model's, or its end token differs."""
-    dataset = IndexedDataset(prefix)
-    if dataset.info is not None and dataset.info.vocab_size > config.model.vocab_size:
-        raise ConfigError(
-            "model.vocab_size",
-            f"be at least that of {field} ({dataset.info.vocab_size:,})",
-            got=f"{config.model.vocab_size:,}",
-        )
-    end, end_token = dataset.info and dataset.info.end_token, config.data.end_token
-    rule = f"be the id that closes documents of {field} ({end})"
-    require(
-        end in (None, end_token), "data.end_token", rule, got=end_token, hint="leave it out, or tokenize the text again"
-    )
-    dataset.expect_ids_below(config.model.vocab_size)
-    return dataset
 
 
 # Settings that change the result of a run, and the data that they name, must not change when it is resumed.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
+from megahead.config.base import require
+from megahead.config.data import DataConfig
 from megahead.config.embedding import dense_embedding_lr_ratio, describe_embedding
 from megahead.config.masking import MaskingConfig
 from megahead.config.model import ModelConfig
@@ -12,6 +14,7 @@ from megahead.config.plan import RunPlan, compile_conflict, phase_names, phases_
 from megahead.config.run import RunConfig
 from megahead.config.token_subsets import describe_token_subsets
 from megahead.config.training import TasksConfig
+from megahead.data.indexed import IndexedDataset, require_same_tokenizer
 from megahead.errors import ConfigError, DataError, FieldError
 from megahead.estimate import RankMemory, candidate_rows, rank_memory, run_flops, run_parameters
 from megahead.hf.other_programs import serving_support
@@ -210,9 +213,52 @@ def check_run_files(config: RunConfig, missing: Collection[str] = ()) -> None:
 
 
 def check_available_files(config: RunConfig) -> None:
-    """`check_run_files` for a dry run, without files that are missing here: they may be on the machine that trains."""
+    """`check_run_files` and `open_compared` for a dry run, without files that are missing here: they may be on the
+    machine that trains."""
     paths = _setting_paths(config)
-    check_run_files(config, {field for field, path in paths if is_remote(path) or not Path(path).exists()})
+    missing = [(field, path) for field, path in paths if is_remote(path) or not Path(path).exists()]
+    check_run_files(config, {field for field, _ in missing})
+    open_compared(config, {path for _, path in missing})
+
+
+def open_compared(config: RunConfig, missing: Collection[str] = ()) -> list[IndexedDataset]:
+    """The training datasets in the config's order, then that of validation, if any; without those that have a file in
+    `missing`.
+
+    ConfigError if the vocabulary of one is larger than the model's, or its end token differs. DataError if datasets, or
+    `data.tokenizer`, are known to have different tokenizers. An identity tells tokenizers apart that give other ids; it
+    is None for a dataset that was made without recording it.
+    """
+    datasets, identities = [], {}
+    for field, prefix in _dataset_prefixes(config.data):
+        if not {f"{prefix}.bin", f"{prefix}.idx"}.intersection(missing):
+            datasets.append(dataset := _open_dataset(config, prefix, field))
+            identities[f"`{field}` ({dataset.prefix})"] = dataset.tokenizer_identity()
+    tokenizer = config.data.tokenizer
+    if tokenizer is not None and tokenizer not in missing and any(identities.values()):
+        from megahead.data.tokenizer import Tokenizer
+
+        identities["`data.tokenizer`"] = Tokenizer(local_file(tokenizer)).identity()
+    require_same_tokenizer(identities)
+    return datasets
+
+
+def _open_dataset(config: RunConfig, prefix: str, field: str) -> IndexedDataset:
+    """The dataset at `prefix`; ConfigError if its vocabulary is larger than the model's, or its end token differs."""
+    dataset = IndexedDataset(prefix)
+    if dataset.info is not None and dataset.info.vocab_size > config.model.vocab_size:
+        raise ConfigError(
+            "model.vocab_size",
+            f"be at least that of {field} ({dataset.info.vocab_size:,})",
+            got=f"{config.model.vocab_size:,}",
+        )
+    end, end_token = dataset.info and dataset.info.end_token, config.data.end_token
+    rule = f"be the id that closes documents of {field} ({end})"
+    require(
+        end in (None, end_token), "data.end_token", rule, got=end_token, hint="leave it out, or tokenize the text again"
+    )
+    dataset.expect_ids_below(config.model.vocab_size)
+    return dataset
 
 
 def check_custom_classes(config: RunConfig) -> None:
@@ -265,11 +311,18 @@ def find_task_files(config: TasksConfig, encoder: bool) -> dict[str, Path]:
         raise FieldError(_SETTING_BY_OPTION[error.field], error.rule, got=error.got, hint=error.hint) from None
 
 
+def _dataset_prefixes(data: DataConfig) -> Iterator[tuple[str, str]]:
+    """(setting, prefix) of each dataset."""
+    yield from (("data.train", part.prefix) for part in data.parts())
+    if data.validation is not None:
+        yield "data.validation", data.validation
+
+
 def _setting_paths(config: RunConfig) -> Iterator[tuple[str, str]]:
     """(setting, path) of each file that a run reads."""
     settings = config.flat()
-    prefixes = [part.prefix for part in config.data.parts()] + [config.data.validation or ""]
-    yield from (("data", f"{prefix}{suffix}") for prefix in prefixes if prefix for suffix in (".bin", ".idx"))
+    for field, prefix in _dataset_prefixes(config.data):
+        yield from ((field, f"{prefix}{suffix}") for suffix in (".bin", ".idx"))
     if config.tasks and config.tasks.items:
         yield "tasks.items", f"{config.tasks.items}.idx"
     names = ["data.tokenizer", "data.id_weights", "init.from_checkpoint", "init.from_hf"]

@@ -53,6 +53,7 @@ ROWS: tuple[tuple[str, When, dict[str, Any], str], ...] = (
     ("output_dir", "start", {"output_dir": "F/bpe.json"}, "F/bpe.json"),
     ("model.size", "read", {"model.size": "70q"}, "`model.size` must be"),
     ("data.train", "start", {"data.train": "F/none"}, "`F/none.idx` must exist"),
+    ("data.train", "dry", {"model.vocab_size": 50}, "`model.vocab_size` must be at least that of data.train (60), but"),
     ("data.train.prefix", "start", {"data.train": [{"prefix": "F/none"}]}, "`F/none.idx` must exist"),
     ("data.validation", "start", {"data.validation": "F/none"}, "`F/none.idx` must exist"),
     ("data.tokenizer", "start", DECODER | {"data.tokenizer": "F/none.json"}, "`data.tokenizer` must name a readable"),

@@ -12,6 +12,7 @@ import pytest
 import tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from megahead.commands.pretrain import describe
 from megahead.data.indexed import IndexedDataset
 from megahead.data.inspection import inspect_dataset, merge_datasets
 from megahead.data.preprocess import preprocess
@@ -72,6 +73,12 @@ def run(group: Group, config: Any) -> str:
         return str(error)
 
 
+def refused_dry(config: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        describe(config, 2)
+    return str(caught.value)
+
+
 def saved_again(source: Path, folder: Path) -> Path:
     """The same tokenizer in other bytes, as transformers saves it, with truncation."""
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(source), eos_token="<|endoftext|>")
@@ -111,11 +118,22 @@ def test_a_run_of_two_tokenizers_is_refused_before_it_begins(
         )
 
     config = config_of(given, tmp_path, **{name: placed(value) for name, value in changes.items()})
-    sentences = on_ranks(2, run, config)
+    sentences = [refused_dry(config), *on_ranks(2, run, config)]
     assert len(set(sentences)) == 1
     assert "must have one tokenizer, but they have ours.json (" in sentences[0]
     assert "and another.json (" in sentences[0]
     assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_passes_over_a_dataset_that_is_elsewhere(given: Path, tmp_path: Path) -> None:
+    blend = [{"prefix": str(given / "nowhere")}, {"prefix": str(given / "ours")}]
+    config = config_of(given, tmp_path, data__train=blend)
+    assert f"missing: {given}/nowhere.bin, {given}/nowhere.idx" in describe(config, 1)
+    config = config_of(given, tmp_path, data__train=blend, data__validation=str(given / "another"))
+    assert "ours.json (" in refused_dry(config)
+    elsewhere = {"data__tokenizer": str(tmp_path / "nowhere.json"), "data__train": str(given / "another")}
+    config = config_of(given, tmp_path, **elsewhere, data__validation=None)
+    assert f"missing: {tmp_path}/nowhere.json" in describe(config, 1)
 
 
 def test_an_old_dataset_trains_and_is_named_once(
