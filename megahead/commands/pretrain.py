@@ -90,8 +90,7 @@ def describe(config: RunConfig, world_size: int, resume: str = "auto") -> str:
     from megahead.train.preflight import check_available_files, describe_assumed_device, describe_files, describe_run
 
     check_available_files(config)
-    plan, training = RunPlan.of(config, config.usable_ranks(world_size)), config.training
-    resumes = not (training.remote_checkpoints is None and training.replicate_every is None)  # perhaps from there
+    plan, resumes = RunPlan.of(config, config.usable_ranks(world_size)), config.training.saves_elsewhere()
     if resume != "auto" or config.folder().checkpoints.is_dir():
         from megahead.train.start import check_resumed_settings  # needs torch
 

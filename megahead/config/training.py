@@ -231,6 +231,10 @@ class TrainingConfig(Settings):
         require(is_newer, "replicate_every", rule, got=self.replicate_every, hint=hint)
         return self
 
+    def saves_elsewhere(self) -> bool:
+        """Whether a run may resume without a checkpoint in its folder."""
+        return not (self.remote_checkpoints is None and self.replicate_every is None)
+
 
 class ResumeConfig(Settings):
     """How a resumed run may differ from its checkpoint's."""

@@ -326,15 +326,16 @@ def _run_config(hf_model: HFModel, hf_settings: HFSettings, named_ids: Mapping[s
     names_head = hf_model.family.head_class() in (hf_config.get("architectures") or ())
     is_headless = not hf_model.has_head() and not names_head
     end_tokens = [id_ for id_ in hf_settings.end_tokens() if id_ < model["vocab_size"]]
-    masking = None if named_ids is None else _masking_settings(model, named_ids, end_tokens)
+    masking = {} if named_ids is None else _masking_settings(model, named_ids, end_tokens)
+    others = {masking.get("mask_token"), masking.get("cls_token")}
     settings = {
         "name": re.sub(r"[^A-Za-z0-9._-]", "-", model_dir.resolve().name) or "imported",
         "model": model,
-        "masking": masking,
+        "masking": masking or None,
         "data": {
             "train": "(weights imported, no text)",
             "sequence_length": model.get("max_positions", 2048),
-            "end_token": [*end_tokens, masking["sep_token"] if masking else 0][0],
+            "end_token": next((id_ for id_ in end_tokens if id_ not in others), masking.get("sep_token", 0)),
         },
         "batch": {"global_size": 1, "micro_size": 1},
         "objective": {"name": "headless"} if is_headless else {"name": "vanilla", "tied": hf_model.is_tied()},
