@@ -28,7 +28,7 @@ import yaml
 from megahead.config.loading import config_from_dict, load_config
 from megahead.config.run import RunConfig
 from megahead.data.indexed import IndexedDataset
-from megahead.data.inspection import TextSurvey, survey
+from megahead.data.inspection import TextSurvey, describe_files, survey
 from megahead.data.preprocess import END_TOKEN, end_token_id, preprocess, suitable_workers
 from megahead.data.records import Selection
 from megahead.data.tokenizer import load_tokenizer
@@ -185,16 +185,19 @@ def start(
     `tokenizer`: a file to take instead of training one. `folder`: the folder of all outputs (default: `NAME-headless`
     in the working directory). A second call keeps finished outputs, and the `run.yaml` there may be edited. `report`
     receives a line for each plan and result. Returns None after a `dry_run`, which ends with the plan. UserError if
-    `path` contains no text.
+    `path` contains no text, or another than that of the run in `folder`.
     """
     if not 1 <= minutes < math.inf:
         raise FieldError("--minutes", "be at least 1", got=minutes)
     folder = folder_of(Path(path), folder)
-    config, header = folder / "run.yaml", f"{_HEADER}{Path(path).resolve()}"
-    if config.exists() and not dry_run:
-        _check_same_text(config, header)
+    config, text = folder / "run.yaml", f"{Path(path).resolve()} ({describe_files(Path(path), folder)})"
+    if config.exists():
+        _check_same_text(config, Path(path), text)
         ignored = "--minutes does not count" if tokenizer is None else "--minutes and --tokenizer do not count"
-        report(f"{config} is there: the run goes on with it, and {ignored}")
+        way_on = "raise `training.steps` there, or name another --folder"
+        report(f"{config} is there: the run goes on with it, and {ignored}; {way_on}")
+        if dry_run:
+            return None
         ending = _pretrain(config)
     else:
         tokenizer_path, deadline = None if tokenizer is None else Path(tokenizer), monotonic() + 60 * minutes
@@ -212,7 +215,7 @@ def start(
             report(f"{'time':<12}about {excess} more than --minutes {minutes:g}, which are too few for this machine")
         if dry_run:
             return None
-        _write_config(config, plan, remaining_seconds, header)
+        _write_config(config, plan, remaining_seconds, _HEADER + text)
         report(f"{'config':<12}{config}: change it, and `megahead pretrain --config {quote(str(config))}` runs it")
         ending = _train_until(deadline - plan.export_seconds(), config, plan, TOLERANCE * 60 * minutes, report)
     if ending == "stopped":
@@ -251,11 +254,13 @@ def _train_until(deadline: float, config: Path, plan: Plan, tolerance: float, re
 _HEADER = "# Written by `megahead start` for "
 
 
-def _check_same_text(config: Path, header: str) -> None:
+def _check_same_text(config: Path, path: Path, text: str) -> None:
+    """FieldError if the run is of another text. Earlier versions recorded only the path."""
     first = config.read_text(encoding="utf-8").partition("\n")[0]
-    if first.startswith(_HEADER) and first != header:
-        rule, got = "hold nothing that was made of another text", f"{config.parent}, made of {first[len(_HEADER) :]}"
-        raise FieldError("--folder", rule, got=got, hint="name another folder")
+    if first.startswith(_HEADER) and first.removeprefix(_HEADER) not in (text, str(path.resolve())):
+        rule, made_of = f"hold nothing that was made of another text than {text}", first.removeprefix(_HEADER)
+        hint = f"name another folder, or finish that run by `megahead pretrain --config {quote(str(config))}`"
+        raise FieldError("--folder", rule, got=f"{config.parent}, made of {made_of}", hint=hint)
 
 
 def _survey_text(path: Path, folder: Path, tokenizer: Path | None, report: Report) -> TextSurvey:
@@ -265,6 +270,8 @@ def _survey_text(path: Path, folder: Path, tokenizer: Path | None, report: Repor
         rule, hint = "be a folder without the text, since what lies there is not read", "name another folder"
         raise FieldError("--folder", rule, got=f"{folder}, which has {path}", hint=hint)
     found = survey(path, folder.absolute())
+    for line in found.lines():
+        report(line)
     if tokenizer is not None:  # before anything that takes long
         try:
             end_token_id(load_tokenizer(str(tokenizer)), None)
@@ -275,8 +282,6 @@ def _survey_text(path: Path, folder: Path, tokenizer: Path | None, report: Repor
     if found.text_bytes() < MIN_TEXT_BYTES:
         rule = f"hold at least {MIN_TEXT_BYTES:,} bytes of text to learn from"
         raise FieldError("PATH", rule, got=f"{path} with {found.text_bytes():,.0f}", hint="add text")
-    for line in found.lines():
-        report(line)
     return found
 
 

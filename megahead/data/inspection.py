@@ -6,6 +6,7 @@ import hashlib
 import re
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, islice
@@ -311,14 +312,7 @@ def survey(path: Path, exclude: Path | None = None) -> TextSurvey:
     """Surveys a file, or the files below a folder except those below `exclude`; DataError if none has text."""
     if not path.exists():
         raise DataError(f"`{path}` must be a folder or file of text, but does not exist; check the path.")
-    is_folder = path.is_dir() and not is_saved_dataset(path)
-    readable, unknown = files_below(path) if is_folder else ([path], [])
-    if exclude is not None:
-        excluded = exclude.resolve()
-        readable, unknown = (
-            [file for file in files if not file.parent.resolve().is_relative_to(excluded)]
-            for files in (readable, unknown)
-        )
+    readable, unknown = _files(path, exclude)
     skipped = dict.fromkeys(unknown, f"does not end in {SUFFIXES}")
     inputs, bytes_by_key = list[Input](), Counter[str]()
     for file in readable:
@@ -339,6 +333,28 @@ def survey(path: Path, exclude: Path | None = None) -> TextSurvey:
         raise DataError(f"`{path}` must hold text, but {first}.")
     keys = [key for key, _ in bytes_by_key.most_common() if key != NO_KEY]
     return TextSurvey(path.resolve().name, inputs, tuple(sorted(keys, key=[*PREFERRED_KEYS, *keys].index)), skipped)
+
+
+def describe_files(path: Path, exclude: Path | None = None) -> str:
+    """The number and size of the files that `survey` reads, readable or not; opens none."""
+    inputs = list[Input]()
+    for file in _files(path, exclude)[0]:
+        with suppress(DataError):
+            inputs += find_inputs(file)
+    return f"{pluralize(len(inputs), 'file')}, {pluralize(sum(item.bytes for item in inputs), 'byte')}"
+
+
+def _files(path: Path, exclude: Path | None) -> tuple[list[Path], list[Path]]:
+    """Files of text and of unknown types: `path` itself, or those below it except those below `exclude`."""
+    is_folder = path.is_dir() and not is_saved_dataset(path)
+    readable, unknown = files_below(path) if is_folder else ([path], [])
+    if exclude is not None:
+        excluded = exclude.resolve()
+        readable, unknown = (
+            [file for file in files if not file.parent.resolve().is_relative_to(excluded)]
+            for files in (readable, unknown)
+        )
+    return readable, unknown
 
 
 def _type_name(item: Input) -> str:

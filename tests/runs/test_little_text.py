@@ -70,3 +70,14 @@ def test_a_folder_with_the_text_in_it_is_refused(
     ):
         start(text, folder=folder)
     assert [path.name for path in Path("texts").iterdir()] == ["a.txt"]
+
+
+def test_what_cannot_be_read_is_named_before_the_rest_is_too_little(tmp_path: Path) -> None:
+    (tmp_path / "good.txt").write_text("a few words")
+    for encoding in ("latin-1", "utf-16"):
+        (tmp_path / f"{encoding}.txt").write_text("déjà vu " * 5000, encoding=encoding)
+    told = list[str]()
+    with pytest.raises(FieldError, match=r"`PATH` must hold at least 10,000 bytes .* with 11 instead; add text"):
+        start(tmp_path, folder=tmp_path / "made", report=told.append)
+    assert [line for line in told if "latin-1.txt must be UTF-8" in line]
+    assert [line for line in told if "utf-16.txt must be UTF-8" in line]
