@@ -179,7 +179,7 @@ ROWS: tuple[tuple[str, When, dict[str, Any], str], ...] = (
         "tasks.articles",
         "start",
         tasks(names=["retrieval"], articles="F/none.jsonl") | ENCODER,
-        "`F/none.jsonl` must be a readable text",
+        "`F/none.jsonl` must be readable UTF-8 text",
     ),
 )
 
