@@ -10,6 +10,7 @@ import pytest
 
 from demo_pipeline.corpus import (
     Corpus,
+    NgramFilter,
     build_cloze,
     build_corpus,
     extract_pages,
@@ -18,7 +19,6 @@ from demo_pipeline.corpus import (
     is_answerable,
     ngram_hashes,
     sample_sources,
-    shared_share,
 )
 from megahead.errors import DataError
 
@@ -148,11 +148,12 @@ def test_an_environment_without_documentation_is_told_in_one_sentence(tmp_path: 
 def test_shared_runs_are_counted_whatever_the_layout() -> None:
     words = [f"word{k}" for k in range(1000)]
     text, half = " ".join(words), " ".join(words[:500] + [f"other{k}" for k in range(500)])
-    seen, other = ngram_hashes(text), ngram_hashes("seven other words are not a run")
-    assert shared_share([other], [seen]) == 0
-    assert shared_share([seen], [ngram_hashes(text.replace(" ", ",\n    ").upper())]) == 1
-    assert shared_share([seen], [other, ngram_hashes(half)]) == pytest.approx(493 / 993, abs=0.005)
-    assert len(other) == 0
+    seen = NgramFilter()
+    assert seen.seen_share(ngram_hashes(text)) == 0
+    seen.add(ngram_hashes(text))
+    assert seen.seen_share(ngram_hashes(text.replace(" ", ",\n    ").upper())) == 1
+    assert seen.seen_share(ngram_hashes(half)) == pytest.approx(493 / 993, abs=0.005)
+    assert len(ngram_hashes("only seven words are not a run")) == 0
 
 
 def test_cloze_passages_end_in_a_word_the_reader_has_met(tmp_path: Path) -> None:
