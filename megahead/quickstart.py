@@ -28,7 +28,7 @@ import yaml
 from megahead.config.loading import config_from_dict, load_config
 from megahead.config.run import RunConfig
 from megahead.data.indexed import IndexedDataset
-from megahead.data.inspection import TextSurvey, describe_files, survey
+from megahead.data.inspection import TextSurvey, describe_size, survey
 from megahead.data.preprocess import END_TOKEN, end_token_id, preprocess, suitable_workers
 from megahead.data.records import Selection
 from megahead.data.tokenizer import load_tokenizer
@@ -190,7 +190,7 @@ def start(
     if not 1 <= minutes < math.inf:
         raise FieldError("--minutes", "be at least 1", got=minutes)
     folder = folder_of(Path(path), folder)
-    config, text = folder / "run.yaml", f"{Path(path).resolve()} ({describe_files(Path(path), folder)})"
+    config, text = folder / "run.yaml", f"{Path(path).resolve()} ({describe_size(Path(path), folder)})"
     if config.exists():
         _check_same_text(config, Path(path), text)
         ignored = "--minutes does not count" if tokenizer is None else "--minutes and --tokenizer do not count"

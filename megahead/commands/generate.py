@@ -147,10 +147,9 @@ def read_prompts(prompts: Sequence[str] | None, file: Path | None) -> list[str]:
         for prompt in prompts or ():
             require_utf8("--prompt", prompt)
         return list(prompts or [])
-    try:
-        lines = file.read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")
-    except (OSError, UnicodeDecodeError):
-        raise DataError(f"`{file}` must be readable UTF-8 text, but is not; check the path, or convert it.") from None
+    from megahead.evaluate.harness_tasks import read_text
+
+    lines = read_text(file).removesuffix("\n").split("\n")
     if not any(line.strip() for line in lines):
         raise DataError(f"`{file}` must hold a prompt a line, but has none; --prompt '' begins a document.")
     return lines

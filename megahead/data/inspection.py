@@ -335,7 +335,7 @@ def survey(path: Path, exclude: Path | None = None) -> TextSurvey:
     return TextSurvey(path.resolve().name, inputs, tuple(sorted(keys, key=[*PREFERRED_KEYS, *keys].index)), skipped)
 
 
-def describe_files(path: Path, exclude: Path) -> str:
+def describe_size(path: Path, exclude: Path) -> str:
     """The number and size of the files that `survey` reads, readable or not; opens none."""
     inputs = list[Input]()
     for file in _files(path, exclude)[0]:

@@ -78,7 +78,7 @@ class Session:
         Each `next` is collective."""
         folder, url = self.plan.config.folder(), self.plan.config.training.remote_checkpoints
         launch_id = self.launch.launch_id
-        if run_on_first_rank(self.world_group, lambda: has_saved(launch_id, folder)) and resume != "auto":
+        if resume != "auto" and run_on_first_rank(self.world_group, lambda: has_saved(launch_id, folder)):
             if self.world_group.rank == 0:
                 print_line(f"--resume {resume} was for the first start: this launch ({launch_id}) has saved since")
             resume = "auto"
